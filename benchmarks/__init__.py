@@ -1,1 +1,1 @@
-"""Measurements behind docs/measured.md; each module is a command: ``python -m benchmarks.versus_stock``."""
+"""Measurements behind docs/evidence; each module is a command: ``python -m benchmarks.versus_stock``."""

@@ -36,7 +36,7 @@ from benchmarks.measure.device_timing import median_s
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.batch.head_table import Member
-from ds_hetero.batch.ring_table import visible_blocks
+from ds_hetero.batch.visible_blocks import visible_blocks
 from ds_hetero.runtime.attention.head_exchange import Exchange, gather_sequence, scatter_sequence
 from ds_hetero.runtime.attention.kernels import (
     AttentionKernel,
@@ -56,13 +56,13 @@ _RESULT = FOLDER / "gpu.json"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """Sizes of the measured cases.
 
     Args:
-        tokens: of the kernels' cases. heads: (query heads, KV heads). head_dims: D.
-        ring_tokens: of the ring's cases. ring_sizes: K.
-        packing_tokens: of one rank. packing_ranks: of the group.
-        checked_tokens: of the correctness cases.
+        tokens: sequence lengths of the kernels' cases. heads: (query heads, KV heads). head_dims: head sizes.
+        ring_tokens: sequence lengths of the ring's cases. ring_sizes: numbers of groups.
+        packing_tokens: tokens of one rank. packing_ranks: ranks of the group.
+        checked_tokens: sequence length of the correctness cases.
     """
 
     tokens: tuple[int, ...] = (8192, 32768, 65536, 131072)
@@ -76,7 +76,7 @@ class Sizes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if all results are right, or if there is no GPU."""
+    """Run the command; return 0 if all results are right, or if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
     parser.add_argument("--budget-s", type=float, default=480.0, help="begin no further case after so many seconds")
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(device: torch.device, dtype: torch.dtype, sizes: Sizes, give_up: float) -> dict[str, list[dict[str, Any]]]:
-    """All tables as rows; ``give_up`` is the time of `time.perf_counter` after which no further case begins."""
+    """Return all tables as rows. No case begins after ``give_up``, a time of `time.perf_counter`."""
     tables: dict[str, list[dict[str, Any]]] = {"correctness": [], "kernels": [], "ring": [], "packing": []}
     for heads, head_dim in product(sizes.heads, sizes.head_dims):
         tables["correctness"] += _check(device, dtype, heads, head_dim, sizes)
@@ -126,13 +126,14 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: Sizes, give_up: flo
 
 
 def _shapes(sizes: Sizes) -> list[tuple[tuple[int, int], int]]:
+    """Return ((query heads, KV heads), head size) of every measured shape."""
     return list(product(sizes.heads, sizes.head_dims))
 
 
 def _tensors(
     device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int], head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout as a model makes them: [B, H, S, D] views of [B, S, H, D]."""
+    """Return q, k, v, dout in a model's layout: [B, H, S, D] views of [B, S, H, D]."""
     generator = torch.Generator(device).manual_seed(0)
     counts = (heads[0], heads[1], heads[1], heads[0])
     q, k, v, dout = (
@@ -146,7 +147,7 @@ def _tensors(
 
 
 def _single_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Attention in one call, by name; what is not installed or does not run here is left out."""
+    """Return attention in one call, by name of the library; those that are not installed or do not run are left out."""
     calls: dict[str, Callable[[], Tensor]] = {
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     }
@@ -164,7 +165,7 @@ def _single_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Ten
 def _single_rows(
     device: torch.device, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[list[dict[str, Any]], float, float]:
-    """Rows of the undivided calls, and the fastest forward and forward with backward."""
+    """Time the undivided calls; return their rows, and the fastest forward and forward with backward."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     rows = []
     for name, call in _single_calls(*leaves).items():
@@ -180,7 +181,7 @@ def _single_rows(
 
 
 def _compared(row: dict[str, Any], flops: float, forward_s: float, both_s: float) -> dict[str, Any]:
-    """A row with its rate, and its speed over the fastest undivided call: above 1 it is faster."""
+    """Return a row with its rate, and its speed relative to the fastest undivided call; above 1 it is faster."""
     return row | {
         "tflops": 3.5 * flops / row["both_s"] / 1e12,
         "forward_of_best": forward_s / row["forward_s"],
@@ -189,7 +190,7 @@ def _compared(row: dict[str, Any], flops: float, forward_s: float, both_s: float
 
 
 def _forward_flops(tokens: int, heads: int, head_dim: int) -> float:
-    """Of causal attention: two products, of which half is visible."""
+    """Return the FLOPs of causal attention: two matmuls, half of whose results are visible."""
     return 2.0 * tokens * tokens * heads * head_dim
 
 
@@ -197,6 +198,7 @@ def _forward_flops(tokens: int, heads: int, head_dim: int) -> float:
 
 
 def _kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, AttentionKernel]:
+    """Return the kernels that work here, by name."""
     names = [name for name, reason in available(device, dtype, head_dim).items() if reason is None]
     return {name: select(device, dtype, head_dim, None, name) for name in names}
 
@@ -204,9 +206,10 @@ def _kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[st
 def _kernel_case(
     device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int], head_dim: int, sizes: Sizes
 ) -> list[dict[str, Any]]:
+    """Time the undivided calls and every kernel on one shape."""
     q, k, v, dout = _tensors(device, dtype, tokens, heads, head_dim)
     rows, forward_s, both_s = _single_rows(device, q, k, v, dout)
-    chosen = select(device, dtype, head_dim, None, None).name
+    kernel_name = select(device, dtype, head_dim, None, None).name
     scores = Scores(head_dim**-0.5)
     for name, kernel in _kernels(device, dtype, head_dim).items():
 
@@ -217,7 +220,7 @@ def _kernel_case(
             out, lse = kernel.forward(q, k, v, scores, CAUSAL)
             kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, CAUSAL)
 
-        what = f"kernel {name}" + (" (chosen)" if name == chosen else "")
+        what = f"kernel {name}" + (" (chosen)" if name == kernel_name else "")
         rows.append({"what": what, "forward_s": median_s(device, forward), "both_s": median_s(device, both)})
     flops = _forward_flops(tokens, heads[0], head_dim)
     return [_compared(row, flops, forward_s, both_s) for row in rows]
@@ -227,7 +230,7 @@ def _kernel_case(
 
 
 class _LocalRing:
-    """Everything that the ranks of a zigzag ring compute, on one device."""
+    """The computations of all ranks of a zigzag ring, on one device."""
 
     def __init__(self, kernel: AttentionKernel, size: int, tensors: Sequence[Tensor]) -> None:
         self._kernel, self._scores = kernel, Scores(tensors[0].shape[-1] ** -0.5)
@@ -239,14 +242,14 @@ class _LocalRing:
         # Step t works on the keys of the group t places back, its own first.
         self._blocks = [
             [
-                (source, visible_blocks(mine, self._chunks[source], [(0, tokens)], causal=True, window=None))
+                (source, visible_blocks(local_chunk, self._chunks[source], [(0, tokens)], causal=True, window=None))
                 for source in ((place - step) % size for step in range(size))
             ]
-            for place, mine in enumerate(self._chunks)
+            for place, local_chunk in enumerate(self._chunks)
         ]
 
     def forward(self) -> list[tuple[Tensor, Tensor]]:
-        """(out, lse) of every group, in float32."""
+        """Return (out, lse) of every group, in float32."""
         results = []
         for (q, *_), by_source in zip(self._shards, self._blocks, strict=True):
             out = torch.zeros_like(q, dtype=torch.float32)
@@ -263,7 +266,7 @@ class _LocalRing:
         return results
 
     def forward_and_backward(self) -> tuple[list[tuple[Tensor, Tensor]], list[list[Tensor]]]:
-        """The same, and [dq, dk, dv] of every group in float32."""
+        """Return (out, lse) of every group and [dq, dk, dv] of every group, in float32."""
         results = self.forward()
         grads = [[torch.zeros_like(x, dtype=torch.float32) for x in shard[:3]] for shard in self._shards]
         for place, by_source in enumerate(self._blocks):
@@ -286,7 +289,7 @@ class _LocalRing:
         return results, grads
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor per group, [B, H, s, D], put back in order of position."""
+        """Put tensors of all groups, [B, H, s, D] each, back in order of position."""
         out = torch.cat(list(parts), dim=2)
         positions = [p for chunks in self._chunks for start, stop in chunks for p in range(start, stop)]
         order = torch.tensor(positions, device=out.device)
@@ -296,6 +299,7 @@ class _LocalRing:
 def _ring_case(
     device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int], head_dim: int, sizes: Sizes
 ) -> list[dict[str, Any]]:
+    """Time rings of every size on one shape, and an undivided call."""
     tensors = _tensors(device, dtype, tokens, heads, head_dim)
     _, forward_s, both_s = _single_rows(device, *tensors)
     kernel = select(device, dtype, head_dim, None, None)
@@ -314,7 +318,7 @@ def _ring_case(
 def _packing(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, sizes: Sizes
 ) -> dict[str, Any]:
-    """Both directions of an exchange whose wire is a copy: three reads and writes, against as many plain copies."""
+    """Time both directions of an all-to-all whose network is a copy, and as many plain copies (three passes)."""
     count, tokens = sizes.packing_ranks, sizes.packing_tokens
     per_q, per_kv = heads[0] // count, heads[1] // count
     members = tuple(
@@ -347,23 +351,26 @@ def _packing(
 def _check(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, sizes: Sizes
 ) -> list[dict[str, Any]]:
-    """Every kernel, and the ring of each size, on a length that fits no tile."""
+    """Check every kernel, and the ring of each size, on a length that is no multiple of a tile."""
     tensors = _tensors(device, dtype, sizes.checked_tokens, heads, head_dim)
     expected = _reference(*tensors)
-    found: dict[str, tuple[Tensor, ...]] = {}
+    outputs_by_name: dict[str, tuple[Tensor, ...]] = {}
     q, k, v, dout = tensors
     scores = Scores(head_dim**-0.5)
     for name, kernel in _kernels(device, dtype, head_dim).items():
         out, lse = kernel.forward(q, k, v, scores, CAUSAL)
-        found[f"kernel {name}"] = (out, *kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, CAUSAL))
+        outputs_by_name[f"kernel {name}"] = (
+            out,
+            *kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, CAUSAL),
+        )
     kernel = select(device, dtype, head_dim, None, None)
     for size in sizes.ring_sizes:
         local = _LocalRing(kernel, size, tensors)
         results, grads = local.forward_and_backward()
         whole = [local.whole([out for out, _ in results]), *(local.whole(parts) for parts in zip(*grads, strict=True))]
-        found[f"ring of {size}, kernel {kernel.name}"] = tuple(whole)
+        outputs_by_name[f"ring of {size}, kernel {kernel.name}"] = tuple(whole)
     rows = []
-    for what, tensors_found in found.items():
+    for what, tensors_found in outputs_by_name.items():
         errors = {
             name: float((x.float() - y).abs().max() / y.abs().max())
             for name, x, y in zip(("out", "dq", "dk", "dv"), tensors_found, expected, strict=True)
@@ -374,7 +381,7 @@ def _check(
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Output and gradients by plain operations in float32."""
+    """Compute output and gradients by plain operations in float32."""
     leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
     wide_q, wide_k, wide_v = leaves
     shared = q.shape[1] // k.shape[1]
@@ -388,6 +395,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, .
 
 
 def _show(result: dict[str, Any], console: Console) -> None:
+    """Print a table for each list of rows."""
     console.print(f"{result['machine']['gpu']}, torch {result['machine']['torch']}; {result['seconds']:.0f} s in all")
     for name, rows in result["tables"].items():
         columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -1,20 +1,20 @@
-"""Training steps on one real GPU: seconds and memory of each beside what is predicted of it.
+"""Train steps on one real GPU, and compare their time and memory with the predictions.
 
     python -m benchmarks.gpu_steps [--only TEXT] [--json] [--budget-s 480] [--output FILE]
 
-    alone   jobs of one rank as users run them: a model of real size, its weights random, behind DeepSpeed; all weights,
+    alone   jobs of one rank as users run them: a model of real size with random weights, behind DeepSpeed; all weights,
             LoRA or QLoRA
-    rank    one rank of the jobs of `benchmarks.fake_gpu`: its process group is torch's fake one, which sends nothing,
-            and what others would have sent is filled with the rank's own numbers; every kernel of the rank runs, and
-            its memory is that of the job
+    rank    one rank of the jobs of `benchmarks.fake_gpu`. Its process group is torch's fake one, which sends nothing:
+            messages of other ranks are filled with the rank's own numbers. Every kernel of the rank runs, and its
+            memory is that of the job
 
-Each job runs in a process of its own; only one uses the card at a time. Two steps warm up, and the median of three
-counts. Predictions are the calibrated cost model's at the catalogue's rates of this card; of a rank, which computes at
-the card's rates and not at its own cluster's, that is memory alone. Without a GPU it says so and exits with 0.
+Each job runs in a process of its own, one at a time on the GPU. Two steps warm up, and the median of three counts. The
+calibrated cost model predicts with the catalogue's rates of this GPU. A rank computes at the rates of this GPU, not of
+its job's cluster, so its memory alone is predicted. Without a GPU the command says so and exits with 0.
 
     python -m benchmarks.gpu_steps --predict FILE
 
-puts today's predictions beside what FILE has measured, on any machine.
+compares today's predictions with the measurements in FILE, on any machine.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Alone:
     """A job of one rank.
 
     Args:
-        model: preset.
+        model: name of a preset.
         length: tokens of a sequence.
-        adapter_rank: of LoRA on every product; 0 to train all weights.
-        quantized: frozen weights in 4 bits.
-        tile_tokens: of MLPs and loss; None for neither.
-        checkpointing: recompute every layer.
+        adapter_rank: of LoRA on every linear layer; 0 to train all weights.
+        quantized: whether frozen weights have 4 bits.
+        tile_tokens: tokens of a tile of MLPs and loss; None for no tiles.
+        checkpointing: whether every layer is recomputed.
         zero_stage: of DeepSpeed.
-        layers: kept of the model; None for all.
+        layers: number of layers to keep; None for all.
     """
 
     model: str
@@ -88,11 +88,11 @@ class Alone:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the job, for people."""
         train = f"{'Q' if self.quantized else ''}LoRA {self.adapter_rank}" if self.adapter_rank else "all weights"
         tiles = f"tiles of {self.tile_tokens:,}" if self.tile_tokens else "no tiles"
-        kept = "" if self.checkpointing else ", no recomputation"
-        return f"{self.model}, {train}, {self.length:,} tokens, ZeRO-{self.zero_stage}, {tiles}{kept}"
+        recomputation = "" if self.checkpointing else ", no recomputation"
+        return f"{self.model}, {train}, {self.length:,} tokens, ZeRO-{self.zero_stage}, {tiles}{recomputation}"
 
 
 ALONE = (
@@ -115,7 +115,7 @@ RANKS = tuple(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if a job failed."""
+    """Run the command; return 1 if a job failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="jobs whose name has this in it")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _predict(result: dict[str, Any]) -> None:
-    """Put seconds and bytes that the cost model says of every job into its row."""
+    """Write the predicted seconds and bytes of every job into its row."""
     alone, ranks = {job.name: job for job in ALONE}, {_name(task): task for task in RANKS}
     for row in result["jobs"]:
         if row["name"] in alone:
@@ -180,7 +180,7 @@ def _predict(result: dict[str, Any]) -> None:
 
 
 def cost_of(job: Alone, gpu: str) -> tuple[CostModel, Schedule]:
-    """The cost model of a job on one such card, and its schedule."""
+    """Return the cost model of a job on one GPU of this kind, and its schedule."""
     config = config_of(job.model, job.layers, job.length)
     workload = Workload(
         seq_len=job.length,
@@ -199,6 +199,7 @@ def cost_of(job: Alone, gpu: str) -> tuple[CostModel, Schedule]:
 
 
 def _name(task: Any) -> str:
+    """Return the name of a job of one rank, or of one rank of a job: ``lab, rank 1 of 4``."""
     return task.name if isinstance(task, Alone) else f"{task[0].name}, rank {task[1]} of {task[0].job().world_size}"
 
 
@@ -207,7 +208,7 @@ _give_up = 0.0
 
 
 def _prepare(lock: Any, give_up: float) -> None:
-    """Import what a job needs before it has the card."""
+    """Import the modules of a job before it gets the GPU."""
     global _of_card, _give_up
     _of_card, _give_up = lock, give_up
     import deepspeed  # noqa: F401
@@ -218,22 +219,24 @@ def _prepare(lock: Any, give_up: float) -> None:
 
 
 def _row(task: Any) -> dict[str, Any]:
+    """Run one job when it is its turn on the GPU; return its row, with ``error`` if it failed or had no time."""
     row: dict[str, Any] = {"name": _name(task), "kind": "alone" if isinstance(task, Alone) else "rank"}
     with _of_card:
         if time.time() > _give_up:
             return row | {"error": "left out: no time left"}
-        began = time.time()
+        began_s = time.time()
         try:
             row |= _alone(task) if isinstance(task, Alone) else _rank(*task)
         except Exception as error:
             return row | {"error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": traceback.format_exc()}
-        return row | {"seconds": time.time() - began}
+        return row | {"seconds": time.time() - began_s}
 
 
 # --- jobs of one rank
 
 
 def _alone(job: Alone) -> dict[str, Any]:
+    """Run a job of one rank; return its row."""
     import deepspeed
 
     import ds_hetero
@@ -260,25 +263,28 @@ def _alone(job: Alone) -> dict[str, Any]:
     model: Any = _model(job, config, ds_config)
     if job.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4, fused=True
+    )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-    own = handle.for_engine(engine)
+    engine_handle = handle.for_engine(engine)
     ids = torch.randint(config["vocab_size"], (1, job.length), generator=torch.Generator().manual_seed(_SEED))
-    (shard,) = own.dataloader([{"input_ids": ids, "labels": ids.clone()}], batches="same")
+    (shard,) = engine_handle.dataloader([{"input_ids": ids, "labels": ids.clone()}], batches="same")
 
     def forward() -> Tensor:
         outputs = engine(**shard)
-        return own.loss(outputs, shard)
+        return engine_handle.loss(outputs, shard)
 
     return _timed(engine, forward)
 
 
 def _model(job: Alone, config: dict[str, Any], ds_config: dict[str, Any]) -> Any:
+    """Make the model of a job on the device."""
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    whole = job.zero_stage < 3
-    cut = contextlib.nullcontext() if whole else deepspeed.zero.Init(config_dict_or_path=ds_config)
+    is_whole = job.zero_stage < 3
+    cut = contextlib.nullcontext() if is_whole else deepspeed.zero.Init(config_dict_or_path=ds_config)
     with default_device(), cut:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     if job.quantized:
@@ -296,6 +302,7 @@ def _model(job: Alone, config: dict[str, Any], ds_config: dict[str, Any]) -> Any
 
 
 def _rank(setting: Setting, rank: int) -> dict[str, Any]:
+    """Run one rank of a job on the fake process group; return its row."""
     from benchmarks.fake_gpu.step import alone, engine_of, header_of, placed_batch
     from ds_hetero.runtime.data.shards import model_inputs
 
@@ -318,47 +325,58 @@ def _rank(setting: Setting, rank: int) -> dict[str, Any]:
 
 
 def _fill_weights(model: nn.Module) -> None:
+    """Fill parameters with random numbers, as an initialized model has; vectors, which scale, with ones."""
     for parameter in model.parameters():
-        held = getattr(parameter, "ds_tensor", parameter).data
-        held.fill_(1.0) if len(getattr(parameter, "ds_shape", parameter.shape)) == 1 else held.normal_(std=_STD)
+        data = getattr(parameter, "ds_tensor", parameter).data
+        data.fill_(1.0) if len(getattr(parameter, "ds_shape", parameter.shape)) == 1 else data.normal_(std=_STD)
 
 
 @contextlib.contextmanager
 def _one_of(rank: int, world_size: int) -> Iterator[list[Tensor]]:
-    """Be one rank of a world of which nothing arrives; the list is what the others say in the next forward pass."""
+    """Make this process one rank of a world in which no messages are sent.
+
+    Collectives run on torch's fake group; what a rank would receive is filled with this rank's own numbers.
+
+    Yields:
+        A list that the caller may fill with the tensors of all ranks for the next all-gather of their shape.
+    """
     from benchmarks.fake_gpu.device import fake_group, post_each
 
     replies: list[Tensor] = []
 
     def all_gather(parts: list[Tensor], own: Tensor, *args: Any, **options: Any) -> Any:
         work = _all_gather(parts, own, *args, **options)
-        told = replies[:] if replies and replies[0].shape == own.shape else [own] * len(parts)
-        if len(told) == len(parts) and told[0] is not own:
+        gathered = replies[:] if replies and replies[0].shape == own.shape else [own] * len(parts)
+        if len(gathered) == len(parts) and gathered[0] is not own:
             replies.clear()
-        for part, said in zip(parts, told, strict=True):
-            part.copy_(said)
+        for part, tensor in zip(parts, gathered, strict=True):
+            part.copy_(tensor)
         return work
 
-    def filled(call: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **options: Any) -> Any:
-            work = call(*args, **options)
+    def with_filled_output(collective: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a collective whose output, its first tensor, is filled from its input, the second."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            work = collective(*args, **options)
+            positional = [argument for argument in args if isinstance(argument, Tensor)]
             named = [options[name] for name in _TENSORS if name in options]
-            _fill(*[*(each for each in args if isinstance(each, Tensor)), *named][:2])
+            _fill(*[*positional, *named][:2])
             return work
 
-        return made
+        return call
 
-    def posted(operations: Any) -> Any:
+    def batch_isend_irecv(operations: Any) -> Any:
         works = post_each(operations)
-        sent = [each.tensor for each in operations if each.op is dist.isend]
-        for each in operations:
-            if each.op is dist.irecv:
-                _fill(each.tensor, sent[0] if sent else torch.randn_like(each.tensor))
+        sent = [operation.tensor for operation in operations if operation.op is dist.isend]
+        for operation in operations:
+            if operation.op is dist.irecv:
+                _fill(operation.tensor, sent[0] if sent else torch.randn_like(operation.tensor))
         return works
 
     _all_gather = dist.all_gather
-    of_tensors = "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor", "_all_gather_base"
-    names = [name for name in (*of_tensors, "all_gather_single", "reduce_scatter_single") if hasattr(dist, name)]
+    stable_names = "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor", "_all_gather_base"
+    new_names = "all_gather_single", "reduce_scatter_single"  # of recent releases of torch
+    names = [name for name in (*stable_names, *new_names) if hasattr(dist, name)]
 
     def reduce_scatter(out: Tensor, parts: list[Tensor], *args: Any, **options: Any) -> Any:
         work = _reduce_scatter(out, parts, *args, **options)
@@ -366,34 +384,34 @@ def _one_of(rank: int, world_size: int) -> Iterator[list[Tensor]]:
         return work
 
     _reduce_scatter = dist.reduce_scatter
-    answers = [
+    replacements = [
         (dist, "reduce_scatter", reduce_scatter),
         (dist, "all_gather", all_gather),
-        (dist, "batch_isend_irecv", posted),
-        *((dist, name, filled(getattr(dist, name))) for name in names),
+        (dist, "batch_isend_irecv", batch_isend_irecv),
+        *((dist, name, with_filled_output(getattr(dist, name))) for name in names),
     ]
     with fake_group(rank, world_size), contextlib.ExitStack() as stack:
-        for owner, name, value in answers:
+        for owner, name, value in replacements:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield replies
 
 
-def _fill(out: Tensor, own: Tensor) -> None:
-    """Numbers of this rank in the place of what would arrive, as often as they are needed."""
-    out, own = out.detach().reshape(-1) if out.is_contiguous() else out.view(-1), own.detach().reshape(-1)
-    if not own.numel():
+def _fill(out: Tensor, local_part: Tensor) -> None:
+    """Fill ``out``, which would receive a message, with this rank's numbers, repeated as needed."""
+    out, local_part = out.detach().reshape(-1) if out.is_contiguous() else out.view(-1), local_part.detach().reshape(-1)
+    if not local_part.numel():
         return
-    whole = out.numel() // own.numel() * own.numel()
-    if whole:
-        out[:whole].view(-1, own.numel()).copy_(own.expand(whole // own.numel(), -1))
-    out[whole:].copy_(own[: out.numel() - whole])
+    num_repeated = out.numel() // local_part.numel() * local_part.numel()
+    if num_repeated:
+        out[:num_repeated].view(-1, local_part.numel()).copy_(local_part.expand(num_repeated // local_part.numel(), -1))
+    out[num_repeated:].copy_(local_part[: out.numel() - num_repeated])
 
 
 # --- what is measured
 
 
 def _timed(engine: Any, forward: Callable[[], Tensor]) -> dict[str, Any]:
-    """Seconds of the median step and of its passes, and bytes."""
+    """Return the seconds of the median step and of its passes, and its bytes."""
     gc.collect()
     steps: list[dict[str, Any]] = []
     for _ in range(_WARM_UPS + _STEPS):
@@ -426,25 +444,26 @@ def _timed(engine: Any, forward: Callable[[], Tensor]) -> dict[str, Any]:
                 "reserved_bytes": torch.cuda.max_memory_reserved(),
             }
         )
-    counted = sorted(steps[_WARM_UPS:], key=lambda step: step["step_s"])
-    middle = counted[len(counted) // 2]
+    timed_steps = sorted(steps[_WARM_UPS:], key=lambda step: step["step_s"])
+    middle = timed_steps[len(timed_steps) // 2]
     return {
         **middle,
-        "peak_bytes": max(step["peak_bytes"] for step in counted),
+        "peak_bytes": max(step["peak_bytes"] for step in timed_steps),
         "steps_s": [s["step_s"] for s in steps],
     }
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the table."""
     table = Table("job", "step, s", "forward, backward, step", "predicted", "peak, GiB", "reserved", "predicted")
     for row in result["jobs"]:
         if "error" in row:
             table.add_row(row["name"], row["error"])
             continue
         passes = " ".join(f"{each:.3f}" for each in row["passes_s"])
-        times = _beside(row.get("predicted_s"), row["step_s"])
+        times = _with_prediction(row.get("predicted_s"), row["step_s"])
         sizes = [f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "reserved_bytes")]
-        memory = _beside(row.get("predicted_bytes"), _whole_peak(row), 2**30)
+        memory = _with_prediction(row.get("predicted_bytes"), _whole_peak(row), 2**30)
         table.add_row(row["name"], f"{row['step_s']:.3f}", passes, times, *sizes, memory)
     Console(width=None if sys.stdout.isatty() else 170).print(table)
     measured = [row for row in result["jobs"] if "error" not in row]
@@ -458,12 +477,13 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _whole_peak(row: dict[str, Any]) -> float:
-    """Bytes at the peak, with those of an optimizer that did not step."""
+    """Return the bytes at the peak, including those of an optimizer that did not step."""
     peak: float = row["peak_bytes"] + row.get("missing_bytes", 0)
     return peak
 
 
-def _beside(predicted: float | None, measured: float, unit: float = 1.0) -> str:
+def _with_prediction(predicted: float | None, measured: float, unit: float = 1.0) -> str:
+    """Return a predicted value in ``unit`` with its error, ``0.26 (-16%)``; empty without a prediction."""
     return "" if predicted is None else f"{predicted / unit:.2f} ({predicted / measured - 1:+.0%})"
 
 

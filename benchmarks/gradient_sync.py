@@ -1,16 +1,16 @@
-"""What it costs to synchronize gradients between replicas that cut their layers differently.
+"""Measure the cost of synchronizing gradients between replicas that shard their layers differently.
 
     python -m benchmarks.gradient_sync [--json] [--degrees 1,1,1 1,2 1,2,4] [--link 1gbit] [--output FILE]
 
-Every rank is a node of its own. Each entry of ``--degrees`` is a job: one replica for every number, cut by torch's
-tensor parallelism over so many ranks. Of one step it is counted, rank by rank,
+Every rank is a node of its own. Each entry of ``--degrees`` is a job with one replica per number, which torch's tensor
+parallelism shards over that many ranks. These bytes of a step are counted for every rank:
 
-    ring      bytes that ring reduce-scatter and all-gather send over replicas which are all cut as the rank's own is
-    sent      bytes given to torch's communication operators by `AsymmetricGradientSync`
-    wire      bytes that the rank's network device sent meanwhile, headers and acknowledgements included
+    ring      sent by ring reduce-scatter and all-gather if all replicas were sharded like the rank's own
+    sent      given to torch's communication operators by `AsymmetricGradientSync`
+    wire      sent by the rank's network device meanwhile, with headers and acknowledgements
 
-and next to it what the wire carries for DDP's algorithm, an all-reduce of the same gradients among equal replicas. Then
-steps with communication under the backward take turns with steps in which it starts after the backward.
+For comparison the wire's bytes of DDP's algorithm are counted, an all-reduce of the same gradients among equal
+replicas. Then steps whose communication overlaps the backward alternate with steps whose communication follows it.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ _WHEN = ("under", "after")  # the backward
 
 
 def ring_reduce_scatter_elements(held: int, replicas: int) -> float:
-    """Count what a rank sends in a ring reduce-scatter of ``held`` elements over ``replicas`` equal copies.
+    """Return the elements that a rank sends in a ring reduce-scatter of ``held`` elements over ``replicas`` copies.
 
-    (R - 1) / R of them, in R - 1 steps of 1 / R (Patarasu and Yuan, doi:10.1016/j.jpdc.2008.09.002); no algorithm
-    sends fewer, summed over ranks: every copy but the owner's leaves its rank once. An all-gather sends as many, and an
-    all-reduce, ring or recursive halving and doubling, is the two in turn. A binary tree all-reduce sends all ``held``
-    elements up and down each edge: 2 (R - 1) of ``held`` in total, the same.
+    It sends (R - 1) / R of them, in R - 1 steps of 1 / R each (Patarasu and Yuan, doi:10.1016/j.jpdc.2008.09.002). No
+    algorithm sends fewer, summed over ranks: every copy but the owner's leaves its rank once. An all-gather sends as
+    many. An all-reduce, by a ring or by recursive halving and doubling, is one after the other. An all-reduce by a
+    binary tree sends all elements up and down each edge: 2 (R - 1) times ``held`` in total, the same.
     """
     return held * (replicas - 1) / replicas
 
 
 def main() -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
     parser.add_argument("--degrees", nargs="+", default=["1,1,1", "1,2", "1,2,4"], help="of each job's replicas")
@@ -102,6 +103,10 @@ def main() -> int:
 
 
 def _summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counted bytes of every rank, and the comparison of steps with and without overlap.
+
+    A step takes as long as on its slowest rank.
+    """
     overlapped, after = (
         [max(times) for times in zip(*(r[k] for r in by_rank), strict=True)] for k in ("under", "after")
     )
@@ -112,6 +117,7 @@ def _summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the tables."""
     console = Console(width=None if sys.stdout.isatty() else 110)
     table = Table(
         *("degrees", "rank", "holds", "ring", "sent", "sent / ring", "wire", "wire / ring"),
@@ -119,12 +125,12 @@ def _show(result: dict[str, Any]) -> None:
     )
     for job in result["jobs"]:
         degrees = ",".join(map(str, job["degrees"]))
-        for rank, counted in enumerate(job["ranks"]):
-            table.add_row(degrees, str(rank), *_cells(counted))
-        total = {name: sum(counted[name] for counted in job["ranks"]) for name in _BYTES}
+        for rank, counts in enumerate(job["ranks"]):
+            table.add_row(degrees, str(rank), *_cells(counts))
+        total = {name: sum(counts[name] for counts in job["ranks"]) for name in _BYTES}
         table.add_row(degrees, "all", *_cells(total))
         if job["ranks"][0]["all_reduce_wire_bytes"]:
-            wire = sum(counted["all_reduce_wire_bytes"] for counted in job["ranks"])
+            wire = sum(counts["all_reduce_wire_bytes"] for counts in job["ranks"])
             ours = _cells(total)
             table.add_row(
                 degrees, "all", ours[0], ours[1], "DDP", "", f"{wire / 2**20:.2f}", f"{wire / total['ring_bytes']:.4f}"
@@ -143,9 +149,10 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _cells(counted: dict[str, int]) -> list[str]:
-    held, ring, sent, wire = (counted[name] for name in _BYTES)
+    """Return the cells of one rank's row: bytes in MiB, and bytes over those of the ring."""
+    held_bytes, ring, sent, wire = (counted[name] for name in _BYTES)
     return [
-        *(f"{held / 2**20:.2f}", f"{ring / 2**20:.2f}", f"{sent / 2**20:.2f}", f"{sent / ring:.4f}"),
+        *(f"{held_bytes / 2**20:.2f}", f"{ring / 2**20:.2f}", f"{sent / 2**20:.2f}", f"{sent / ring:.4f}"),
         *(f"{wire / 2**20:.2f}", f"{wire / ring:.4f}"),
     ]
 
@@ -154,6 +161,8 @@ def _cells(counted: dict[str, int]) -> list[str]:
 
 
 class _Block(nn.Module):
+    """A transformer block that torch's tensor parallelism can shard."""
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
@@ -166,16 +175,17 @@ class _Block(nn.Module):
 def _measure(
     rank: int, report: Report, degrees: Sequence[int], hidden: int, layers: int, tokens: int, pairs: int
 ) -> dict[str, Any]:
+    """Count and time the steps of one job on this rank."""
     replicas = [range(stop - degree, stop) for degree, stop in zip(degrees, accumulate(degrees), strict=True)]
     meshes = [DeviceMesh("cpu", torch.tensor(list(ranks))) for ranks in replicas]
-    mine = next(i for i, ranks in enumerate(replicas) if rank in ranks)
+    replica_index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
     torch.manual_seed(0)
     model = nn.Sequential(*(_Block(hidden) for _ in range(layers)))
     plan = {f"{layer}.{name}": style for layer in range(layers) for name, style in _styles().items()}
-    parallelize_module(model, meshes[mine], plan)
+    parallelize_module(model, meshes[replica_index], plan)
     parameters = dict(model.named_parameters())
     sync = AsymmetricGradientSync(
-        parameters, tensor_parallel_layouts(parameters, replicas[mine]), bucket_bytes=BUCKET_BYTES
+        parameters, tensor_parallel_layouts(parameters, replicas[replica_index]), bucket_bytes=BUCKET_BYTES
     )
     optimizer = torch.optim.AdamW(sync.owned.values(), lr=1e-3)
     batch = torch.randn(tokens, hidden)
@@ -192,29 +202,32 @@ def _measure(
         return time.perf_counter() - start
 
     step(True)  # communicators connect
-    counted = _count(model, batch, sync)
-    held = sum(local_tensor(parameter).numel() for parameter in parameters.values())
-    counted |= {
-        "held_bytes": held * 4,
-        "ring_bytes": round(2 * 4 * ring_reduce_scatter_elements(held, len(degrees))),
-        "all_reduce_wire_bytes": _wire_of(lambda: dist.all_reduce(torch.ones(held))) if set(degrees) == {1} else None,
+    counts = _count(model, batch, sync)
+    held_elements = sum(local_tensor(parameter).numel() for parameter in parameters.values())
+    counts |= {
+        "held_bytes": held_elements * 4,
+        "ring_bytes": round(2 * 4 * ring_reduce_scatter_elements(held_elements, len(degrees))),
+        "all_reduce_wire_bytes": _wire_of(lambda: dist.all_reduce(torch.ones(held_elements)))
+        if set(degrees) == {1}
+        else None,
     }
     report(1, "counted")
-    counted |= _trace(step)
+    counts |= _trace(step)
     times: dict[str, list[float]] = {name: [] for name in _WHEN}
     for pair in range(pairs):
         for name in _WHEN[:: 1 - 2 * (pair % 2)]:
             times[name].append(step(name == "under"))
         report(pair + 2, "steps")
-    return counted | times
+    return counts | times
 
 
 def _styles() -> dict[str, Any]:
+    """Return the plan of torch's tensor parallelism for a `_Block`."""
     return {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def _count(model: nn.Module, batch: torch.Tensor, sync: AsymmetricGradientSync) -> dict[str, int]:
-    """Bytes of the synchronization alone: the backward's own traffic is over when it starts."""
+    """Return the bytes of the synchronization alone, which starts after the backward's own messages."""
     with sync.no_sync():
         model(batch).square().mean().backward()
     with Traffic() as traffic:
@@ -223,7 +236,7 @@ def _count(model: nn.Module, batch: torch.Tensor, sync: AsymmetricGradientSync) 
 
 
 def _wire_of(act: Callable[[], Any]) -> int:
-    """Bytes that this rank's network device sends while ``act`` runs on all ranks, less those of doing nothing."""
+    """Return the bytes that this rank's network device sends while ``act`` runs on all ranks, less those of idling."""
 
     def sent() -> int:
         dist.barrier()
@@ -239,6 +252,7 @@ def _wire_of(act: Callable[[], Any]) -> int:
 
 
 def _trace(step: Callable[[bool], float]) -> dict[str, Any]:
+    """Return by torch's profiler how many buckets a step sends, how many under the backward, and when the first one."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step(True)
     events = profiler.events()

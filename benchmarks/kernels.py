@@ -1,22 +1,23 @@
-"""The Triton kernels compiled for GPUs that are not here: registers, spills, shared memory, tensor cores.
+"""Compile the Triton kernels for GPUs that this machine lacks: registers, spills, shared memory, tensor cores.
 
     python -m benchmarks.kernels [--quick] [--json] [--only sm_90] [--processes 2] [--output FILE]
 
-Triton brings the assembler of every architecture, so that a machine without a GPU can compile what one would run. Each
-kernel of `ds_hetero.runtime.attention.kernels.triton_native` is compiled with the block sizes that it would be launched
-with, for every architecture and head size, one block and many; float32, the other 16-bit type and soft caps at some.
+Triton contains an assembler for every architecture, so that a machine without a GPU can compile its kernels. Each
+kernel of `ds_hetero.runtime.attention.kernels.triton_native` is compiled with the block sizes that the launcher would
+choose, for every architecture and head size, for one block and for many. float32, the other 16-bit type and soft caps
+are compiled for some of these.
 
     registers    of a thread, at most 255, and at most 65,536 / threads
-    spills       bytes that a thread stores to and loads from memory for want of registers
-    shared       bytes of shared memory of a program, beside the largest that the card gives one
-    tensor cores whether products run on them
+    spills       bytes that a thread stores to and loads from memory because it has too few registers
+    shared       bytes of shared memory of a program, and the most that the GPU gives one
+    tensor cores whether matmuls run on them
 
-A build takes about four CPU seconds. Results are kept as they come: a run that is ended goes on where it was, as long
-as the kernels, the block sizes and Triton are the same.
+A build takes about four CPU seconds. Every result is saved at once: a run that was stopped continues, if the kernels,
+the block sizes and Triton are the same.
 
---quick compiles three head sizes in bfloat16 (float16 before Ampere), many blocks. Exit code 1 where a kernel does not
-compile, spills, needs more shared memory than the card has, or does not use tensor cores where it should. Without
-tensor cores, where the launcher prefers torch's operator, 128 bytes may spill. Nothing is timed.
+--quick compiles three head sizes in bfloat16 (float16 before Ampere), many blocks. The exit code is 1 if a kernel does
+not compile, spills, needs more shared memory than the GPU has, or does not use tensor cores where it should. Without
+tensor cores 128 bytes may spill: the launcher prefers torch's operator there. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ KERNELS = ("forward", "delta", "dq", "dkv")
 HEAD_DIMS, _SOME_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256), (64, 128, 256)
 _AMPERE = 80
 _SMALL_SPILL = 128  # bytes of a thread, allowed where products run on ordinary cores and torch's operator is preferred
-_FLOATS = ("inner", "outer", "scale")
+_FLOATS = ("score_scale", "cap_scale", "scale")
 _ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV")
 
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel as it would be launched: a row of the table."""
+    """One kernel with the settings of a launch; a row of the table."""
 
     capability: int
     kernel: str
@@ -73,19 +74,19 @@ class Build:
     softcap: bool = False
 
     def blocks(self) -> BlockSizes:
-        """Block sizes that the launcher chooses there."""
+        """Block sizes that the launcher chooses for it."""
         launch = block_sizes(padded_head_dim(self.head_dim), self.capability, self.dtype != "fp32")
         return DELTA if self.kernel == "delta" else getattr(launch, self.kernel)
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether Triton multiplies these numbers on tensor cores there."""
+        """Whether Triton computes these matmuls on tensor cores of this architecture."""
         return runs_on_tensor_cores(self.capability, self.dtype != "fp32")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler says of one build; bytes."""
+    """Resources of one build, as the assembler reports them; in bytes."""
 
     registers: int
     spill_bytes: int
@@ -93,46 +94,47 @@ class Resources:
     tensor_cores: bool
 
     def faults(self, build: Build) -> list[str]:
-        """Why a card would run it badly or not at all."""
+        """Return the reasons why a GPU would run it badly, or not at all."""
         limit = SHARED_KIB[build.capability] * 1024
-        found = []
+        reasons = []
         if self.spill_bytes > (0 if build.has_tensor_cores else _SMALL_SPILL):
-            found.append(f"spills {self.spill_bytes} bytes")
+            reasons.append(f"spills {self.spill_bytes} bytes")
         if self.shared_bytes > limit:
-            found.append(f"{self.shared_bytes} bytes of shared memory of {limit}")
+            reasons.append(f"{self.shared_bytes} bytes of shared memory of {limit}")
         if build.has_tensor_cores and build.kernel != "delta" and not self.tensor_cores:
-            found.append("no tensor cores")
-        return found
+            reasons.append("no tensor cores")
+        return reasons
 
 
 def builds(quick: bool = False) -> list[Build]:
-    """All that is compiled: every architecture, kernel and head size that `triton_refusal` lets through.
+    """Return all builds: every architecture, kernel and head size that `triton_refusal` accepts.
 
-    One 16-bit type stands for both, but for one head size; what varies little is compiled at three head sizes.
+    One 16-bit type stands for both, except at one head size. Settings with little influence are compiled at three head
+    sizes.
     """
-    made = []
+    all_builds = []
     for capability in SHARED_KIB:
         half, other = ("fp16", None) if capability < _AMPERE else ("bf16", "fp16")
         largest = 128 if capability < _AMPERE else 256
         some = [dim for dim in _SOME_HEAD_DIMS if dim <= largest]
         dims = some if quick else [dim for dim in HEAD_DIMS if dim <= largest]
         products = [kernel for kernel in KERNELS if kernel != "delta"]
-        made += [Build(capability, "delta", dim, half) for dim in dims]
-        made += [
+        all_builds += [Build(capability, "delta", dim, half) for dim in dims]
+        all_builds += [
             Build(capability, *rest) for rest in product(products, dims, [half], [True] if quick else [True, False])
         ]
-        made += [Build(capability, kernel, 128, half, softcap=True) for kernel in products]
+        all_builds += [Build(capability, kernel, 128, half, softcap=True) for kernel in products]
         if not quick:
-            made += [Build(capability, *rest) for rest in product(products, some, ["fp32"])]
-            made += [Build(capability, kernel, 128, other) for kernel in products if other]
-    return made
+            all_builds += [Build(capability, *rest) for rest in product(products, some, ["fp32"])]
+            all_builds += [Build(capability, kernel, 128, other) for kernel in products if other]
+    return all_builds
 
 
 def compile_build(build: Build) -> Resources:
-    """Compile it.
+    """Compile one build; return its resources.
 
     Raises:
-        Exception: whatever Triton or its assembler says when it cannot.
+        Exception: any error of Triton or its assembler.
     """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -145,17 +147,17 @@ def compile_build(build: Build) -> Resources:
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = cache, True
         target = GPUTarget("cuda", build.capability, 32)
         compiled = compile_with_triton(_source(build, blocks), target=target, options=options)
-    said = log.getvalue()
-    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", said)]
+    assembler_text = log.getvalue()
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", assembler_text)]
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", assembler_text)]
     if not spills or not registers:
-        raise RuntimeError(f"the assembler said nothing of registers and spills: {said[:300]!r}")
+        raise RuntimeError(f"the assembler said nothing of registers and spills: {assembler_text[:300]!r}")
     has_mma = re.search(r"\b(mma\.sync|wgmma|tcgen05\.mma)", compiled.asm["ptx"]) is not None
     return Resources(max(registers), sum(spills), compiled.metadata.shared, has_mma)
 
 
 def _source(build: Build, blocks: BlockSizes) -> Any:
-    """The kernel with the types and constants of a launch; addresses and strides are multiples of 16."""
+    """Return the kernel with the types and constants of a launch; addresses and strides are multiples of 16."""
     from triton.compiler import ASTSource
 
     from ds_hetero.runtime.attention.kernels import triton_kernels
@@ -194,7 +196,7 @@ def _source(build: Build, blocks: BlockSizes) -> Any:
 
 
 def _row(build: Build) -> dict[str, Any]:
-    """One build and what came of it as plain data."""
+    """Compile one build; return it and its resources as plain data."""
     row: dict[str, Any] = asdict(build) | {"blocks": list(build.blocks())}
     try:
         resources = compile_build(build)
@@ -206,10 +208,10 @@ def _row(build: Build) -> dict[str, Any]:
 def run(
     made: Sequence[Build], processes: int, keep: Callable[[list[dict[str, Any]]], None], rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Compile side by side what ``rows`` do not have yet; return all rows in the order of ``made``.
+    """Compile all builds that ``rows`` lack, in parallel; return all rows in the order of ``made``.
 
     Args:
-        keep: is given what is there after every build.
+        keep: called with all rows so far after every build.
         rows: of an earlier run.
     """
     os.environ.pop("TRITON_INTERPRET", None)
@@ -227,13 +229,14 @@ def run(
 
 
 def _is_of(row: dict[str, Any], build: Build) -> bool:
+    """Return True if a row of an earlier run is of this build, with the block sizes of today."""
     return all(row.get(name) == value for name, value in asdict(build).items()) and row["blocks"] == list(
         build.blocks()
     )
 
 
 def compiled_by() -> dict[str, str]:
-    """What the results depend on beside the builds: Triton's version and the kernels' source."""
+    """Return the facts that results depend on besides the build: Triton's version and the kernels' source."""
     import triton
 
     from ds_hetero.runtime.attention.kernels import triton_kernels
@@ -243,7 +246,7 @@ def compiled_by() -> dict[str, str]:
 
 
 def _kept(file: Path) -> list[dict[str, Any]]:
-    """Rows of an earlier run with the same kernels."""
+    """Return the rows of an earlier run with the same kernels."""
     if not file.exists():
         return []
     earlier = json.loads(file.read_text())
@@ -251,31 +254,32 @@ def _kept(file: Path) -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each architecture and kernel: the largest figures over head sizes, data types and shapes."""
-    made = []
+    """Return a row for each architecture and kernel: the largest figures over head sizes, data types and shapes."""
+    summary_rows = []
     for capability, kernel in product(SHARED_KIB, KERNELS):
-        mine = [row for row in rows if (row["capability"], row["kernel"]) == (capability, kernel)]
-        built = [row for row in mine if "registers" in row]
-        if mine:
+        rows_of_kernel = [row for row in rows if (row["capability"], row["kernel"]) == (capability, kernel)]
+        built = [row for row in rows_of_kernel if "registers" in row]
+        if rows_of_kernel:
             largest = {
                 name: max((row[name] for row in built), default=0)
                 for name in ("registers", "spill_bytes", "shared_bytes")
             }
-            made.append(
+            summary_rows.append(
                 {
                     "architecture": f"sm_{capability}",
                     "kernel": kernel,
-                    "builds": len(mine),
+                    "builds": len(rows_of_kernel),
                     **largest,
                     "shared_limit": SHARED_KIB[capability] * 1024,
                     "tensor_cores": sum(row["tensor_cores"] for row in built),
-                    "faults": sum(bool(row["faults"]) for row in mine),
+                    "faults": sum(bool(row["faults"]) for row in rows_of_kernel),
                 }
             )
-    return made
+    return summary_rows
 
 
 def main() -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three head sizes in one data type")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -283,16 +287,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="builds at a time")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
-    made = [build for build in builds(args.quick) if args.only in f"sm_{build.capability}"]
+    selected_builds = [build for build in builds(args.quick) if args.only in f"sm_{build.capability}"]
     command = " ".join(["python -m benchmarks.kernels", *sys.argv[1:]])
 
     def described(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {**header(command), "compiled_by": compiled_by(), "summary": summary(rows), "builds": rows}
 
     if args.quick or args.only:
-        result = described(run(made, args.processes, lambda rows: None, []))
+        result = described(run(selected_builds, args.processes, lambda rows: None, []))
     else:
-        rows = run(made, args.processes, lambda rows: write(described(rows), args.output), _kept(args.output))
+        rows = run(
+            selected_builds, args.processes, lambda rows: write(described(rows), args.output), _kept(args.output)
+        )
         result = described(rows)
         write(result, args.output)
     if args.json:
@@ -303,6 +309,7 @@ def main() -> int:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the summary, a row for each architecture and kernel."""
     table = Table(
         "architecture",
         "kernel",

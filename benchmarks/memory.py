@@ -1,16 +1,17 @@
-"""How much memory one attention layer takes at its peak, against the engines that know nothing but equal shares.
+"""Measure the peak memory of one attention layer, and compare it with engines of equal shards.
 
     python -m benchmarks.memory [--json] [--ranks 2 4] [--tokens 1024 4096] [--output FILE]
 
-Forward and backward of one layer on every rank. What exists before the forward (q, k, v and the gradient of the output)
-is not counted; outputs and gradients are. Measured twice:
+Forward and backward of one layer run on every rank. Tensors that exist before the forward (q, k, v and the gradient of
+the output) are not counted; outputs and gradients are. The peak is measured in two ways:
 
-    allocated  allocations and releases of torch's CPU allocator, by its profiler, with temporaries of operators.
-               A release on one of gloo's threads escapes it, which can only add: the least of several runs is shown.
-    resident   what the process's high-water mark of resident memory rises by, gloo's own buffers included; pages that
-               were never touched do not count. The median of several runs.
+    allocated  allocations and releases of torch's CPU allocator, by its profiler, with temporaries of operators. A
+               release by one of gloo's threads is not seen, which can only raise the result: the least of several
+               runs is shown
+    resident   increase of the process's largest resident memory, with gloo's buffers; pages that were never touched do
+               not count. The median of several runs is shown
 
-Exit code 1 if the engine allocates more than stock Ulysses anywhere.
+The exit code is 1 if the engine allocates more than stock Ulysses in any case.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _KINDS = ("bytes", "resident_bytes")
 
 
 def main() -> int:
+    """Run the command; return 1 if the engine allocates more than stock Ulysses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -72,6 +74,7 @@ def main() -> int:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    """Print the peaks of both contenders, and their ratios."""
     table = Table(
         *("peer", "ours", "ranks", "tokens", "allocated, MiB", "ours / peer", "resident, MiB", "ours / peer"),
         title="Peak of the fullest rank: peer / ours",
@@ -89,7 +92,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _measure(rank: int, report: Report, contest: str, tokens: int) -> dict[str, dict[str, int]]:
-    """Peak bytes by contender and kind."""
+    """Return peak bytes by contender and way of measuring."""
     peaks = {}
     for name in CONTESTS[contest]:
         layer = make_contender(name, Shape()).layer(Shape(), tokens)
@@ -102,6 +105,7 @@ def _measure(rank: int, report: Report, contest: str, tokens: int) -> dict[str, 
 
 
 def _resident(layer: Layer) -> list[int]:
+    """Return the increase of resident memory during a forward and backward, in bytes, of every repetition."""
     rises = []
     for _ in range(_REPEATS):
         _settle(layer)
@@ -113,6 +117,7 @@ def _resident(layer: Layer) -> list[int]:
 
 
 def _settle(layer: Layer) -> None:
+    """Bring memory to its state before a layer runs: no gradients, no garbage, all ranks ready."""
     for x in layer.inputs:
         x.grad = None
     gc.collect()
@@ -120,9 +125,10 @@ def _settle(layer: Layer) -> None:
 
 
 def _status_bytes(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    """Return a size from /proc/self/status in bytes."""
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""What stays in memory: of engines that are gone, and of thousands of steps of varying lengths.
+"""Check that engines, and thousands of steps of varying lengths, leave no memory behind.
 
     python -m benchmarks.memory_over_time [--json] [--engines 6] [--steps 3000] [--output FILE]
 
-Both on two gloo ranks with a small Llama on ZeRO-1, in processes of their own:
+Both checks run on two gloo ranks with a small Llama on ZeRO-1, in processes of their own:
 
-    engines   built, trained for three steps, destroyed and deleted, one after another; resident memory after the last,
-              against stock Ulysses in the same way. Passed if it is within 5 % of stock's.
+    engines   are built, trained for three steps, destroyed and deleted, one after another. Resident memory after the
+              last one must be within 5 % of that of stock Ulysses in the same procedure
     steps     of random lengths from 60 to 500 tokens, every second batch of packed documents, on an uneven schedule.
-              Passed if resident memory grows by less than 1 KiB a step from step 500 on, threads and open files not
-              at all. Stock Ulysses takes steps of the same lengths, unpacked, in equal shards, for comparison.
+              Resident memory must grow by less than 1 KiB a step from step 500 on; threads and open files must not
+              grow. For comparison, stock Ulysses takes steps of the same lengths, unpacked, in equal shards
 
-Before each look, every 50 steps, Python collects its garbage and glibc hands its free pages back: what is counted is
-held, and neither waits for the collector nor is kept for the next allocation.
+Before each reading, every 50 steps, Python collects garbage and glibc returns its free pages: memory that only waits
+for either is not counted.
 
-Exit code 1 if one is not passed.
+The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ _SCHEDULE = {
 
 
 def main() -> int:
+    """Run the command; return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--engines", type=int, default=6)
@@ -93,17 +94,19 @@ def main() -> int:
 
 
 def _growth(resident_bytes: list[int]) -> float:
-    """Bytes per step from `_WARM` on; a median around either end leaves out what one batch needs for a moment."""
-    counted = resident_bytes[_WARM // _PERIOD - 1 :]
-    first, last = median(counted[:_WINDOW]), median(counted[-_WINDOW:])
-    return (last - first) / (_PERIOD * (len(counted) - _WINDOW))
+    """Return bytes per step from `_WARM` on, between medians around either end, so that single batches do not count."""
+    warm_bytes = resident_bytes[_WARM // _PERIOD - 1 :]
+    first, last = median(warm_bytes[:_WINDOW]), median(warm_bytes[-_WINDOW:])
+    return (last - first) / (_PERIOD * (len(warm_bytes) - _WINDOW))
 
 
 def _constant(counts: list[int]) -> bool:
+    """Return True if a count did not change after the warm-up."""
     return len(set(counts[_WARM // _PERIOD - 1 :])) == 1
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the table."""
     table = Table("", "rank 0", "rank 1", title="Resident memory, MiB")
     for kind, by_rank in result["engines_resident_bytes"].items():
         for number in (0, -1):
@@ -111,8 +114,8 @@ def _show(result: dict[str, Any]) -> None:
             table.add_row(label, *(f"{of_rank[number] / 2**20:.0f}" for of_rank in by_rank))
     for kind, by_rank in result["steps"].items():
         for step in range(_WARM, _PERIOD * len(by_rank[0]["resident_bytes"]) + 1, _WARM):
-            held = (f"{of_rank['resident_bytes'][step // _PERIOD - 1] / 2**20:.1f}" for of_rank in by_rank)
-            table.add_row(f"{kind}, step {step}", *held)
+            cells = (f"{of_rank['resident_bytes'][step // _PERIOD - 1] / 2**20:.1f}" for of_rank in by_rank)
+            table.add_row(f"{kind}, step {step}", *cells)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     print(f"ours / stock after the last engine: {result['ratio']:.3f} (at most {MAX_RATIO})")
     growth, of_stock = result["bytes_per_step_ours"], result["bytes_per_step_stock"]
@@ -124,7 +127,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _train_engines(rank: int, report: Report, kind: str, count: int) -> list[int]:
-    """Resident bytes after each engine is gone."""
+    """Return the resident bytes after each engine was deleted."""
     resident = []
     for number in range(count):
         report(number / count, f"{kind}: engine {number + 1} of {count}")
@@ -134,6 +137,11 @@ def _train_engines(rank: int, report: Report, kind: str, count: int) -> list[int
 
 
 def _train_one(kind: str) -> None:
+    """Build an engine, train it for three steps, and destroy it.
+
+    Args:
+        kind: ``"stock"`` for DeepSpeed Ulysses, ``"ours"`` for this engine.
+    """
     model = _model(512)
     if kind == "stock":
         engine, shards = _stock_engine(model, [_batch(256, number) for number in range(3)])
@@ -145,6 +153,7 @@ def _train_one(kind: str) -> None:
 
 
 def _model(hidden_size: int) -> Any:
+    """Return a Llama of two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"intermediate_size": 2 * hidden_size, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -152,6 +161,7 @@ def _model(hidden_size: int) -> Any:
 
 
 def _initialize(model: Any, mpu: Any = None, **config: Any) -> Any:
+    """Return a DeepSpeed engine on ZeRO-1."""
     import deepspeed
 
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **config}
@@ -160,14 +170,18 @@ def _initialize(model: Any, mpu: Any = None, **config: Any) -> Any:
 
 
 def _stock_engine(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> tuple[Any, Iterator[dict[str, Any]]]:
-    """As DeepSpeed's tutorial on Ulysses sets it up; its shards are of one size."""
+    """Make an engine as DeepSpeed's tutorial on Ulysses does; its shards are of one size."""
     import torch.distributed as dist
 
     def shard(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         length = batch["input_ids"].shape[1] // 2
-        own = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
-        positions = torch.arange(2 * length)[None, own]
-        return {"input_ids": batch["input_ids"][:, own], "labels": batch["labels"][:, own], "position_ids": positions}
+        local_tokens = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
+        positions = torch.arange(2 * length)[None, local_tokens]
+        return {
+            "input_ids": batch["input_ids"][:, local_tokens],
+            "labels": batch["labels"][:, local_tokens],
+            "position_ids": positions,
+        }
 
     mpu = _stock_mpu(model.config.hidden_size)
     return _initialize(model, mpu, sequence_parallel_size=2), map(shard, batches)
@@ -175,7 +189,7 @@ def _stock_engine(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> tup
 
 @cache
 def _stock_mpu(hidden_size: int) -> Any:
-    """Stock registers once per process."""
+    """Register stock Ulysses, once per process; return its groups."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -189,6 +203,7 @@ def _stock_mpu(hidden_size: int) -> Any:
 
 
 def _our_engine(model: Any, batches: Any, schedule: Any) -> tuple[Any, Iterator[dict[str, Any]]]:
+    """Return an engine of ds_hetero, and an iterator over this rank's shards of the batches."""
     import ds_hetero
 
     handle = ds_hetero.register()
@@ -197,6 +212,7 @@ def _our_engine(model: Any, batches: Any, schedule: Any) -> tuple[Any, Iterator[
 
 
 def _step(engine: Any, shard: dict[str, Any]) -> None:
+    """Train one step."""
     import ds_hetero
 
     outputs = engine(**shard)
@@ -206,6 +222,7 @@ def _step(engine: Any, shard: dict[str, Any]) -> None:
 
 
 def _batch(length: int, seed: int, documents: bool = False) -> dict[str, torch.Tensor]:
+    """Return a random batch of one sequence, of several documents if ``documents`` is set."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(_VOCABULARY, (1, length), generator=generator)
     batch = {"input_ids": ids, "labels": ids}
@@ -218,7 +235,7 @@ def _batch(length: int, seed: int, documents: bool = False) -> dict[str, torch.T
 
 
 def _train_steps(rank: int, report: Report, kind: str, count: int) -> dict[str, list[int]]:
-    """Resident bytes, threads and open files every `_PERIOD` steps."""
+    """Return resident bytes, threads and open files every `_PERIOD` steps."""
     lengths = random.Random(0)
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
@@ -227,26 +244,26 @@ def _train_steps(rank: int, report: Report, kind: str, count: int) -> dict[str, 
 
     model = _model(64)
     engine, shards = _stock_engine(model, batches()) if kind == "stock" else _our_engine(model, batches(), _SCHEDULE)
-    seen: dict[str, list[int]] = {"resident_bytes": [], "threads": [], "files": []}
+    readings: dict[str, list[int]] = {"resident_bytes": [], "threads": [], "files": []}
     for number, shard in enumerate(shards):
         _step(engine, shard)
         if (number + 1) % _PERIOD == 0:
-            seen["resident_bytes"].append(_held_bytes())
-            seen["threads"].append(_status("Threads"))
-            seen["files"].append(len(os.listdir("/proc/self/fd")))
+            readings["resident_bytes"].append(_held_bytes())
+            readings["threads"].append(_status("Threads"))
+            readings["files"].append(len(os.listdir("/proc/self/fd")))
         report((number + 1) / count, f"{kind}: step {number + 1} of {count}")
-    return seen
+    return readings
 
 
 def _held_bytes() -> int:
-    """Resident memory without garbage, and without pages that glibc keeps for the next allocation."""
+    """Return the resident memory after a garbage collection, without free pages of glibc."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return _status("VmRSS") * 1024
 
 
 def _status(name: str) -> int:
-    """A number of /proc/self/status; memory is in KiB."""
+    """Return a number of /proc/self/status; memory is in KiB."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(f"{name}:"))
 

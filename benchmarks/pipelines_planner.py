@@ -1,16 +1,16 @@
-"""How good and how fast the search for pipelines is.
+"""Measure how good and how fast the search for pipelines is.
 
     python -m benchmarks.pipelines_planner exact [--clusters 200]
-        against the exact optimum on random clusters of 3 to 6 devices
+        compares with the exact optimum on random clusters of 3 to 6 devices
     python -m benchmarks.pipelines_planner growth [--devices 64 320 1024 4096]
         CPU seconds, gap to the bound, re-planning
     python -m benchmarks.pipelines_planner constants [--clusters 8]
-        the numbers that steer the search, each with others in its place, on random clusters of 5 to 48 devices
+        replaces constants of the search by others, on random clusters of 5 to 48 devices
 
-Times are CPU seconds of one thread, so that other work on the machine does not count. The exit code is 1 if a figure
-that must be reached is not: within 1 % of the optimum on 99 % of the clusters and 3 % at worst, never slower than
-HexiScale or Tangram; a first plan within 1 s, the final one within 5 s for up to 1,024 devices; re-planned within 2 %
-of a search from nothing, after at most 50 ms for the first plan and 1 s for the last.
+Times are CPU seconds of one thread, so that other work on the machine does not count. The exit code is 1 if a target is
+missed: plans within 1 % of the optimum on 99 % of the clusters and within 3 % on all, never slower than HexiScale's or
+Tangram's; for up to 1,024 devices a first plan within 1 s and the final one within 5 s; re-planning within 2 % of a new
+search, after at most 50 ms for the first plan and 1 s for the last.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ from ds_hetero.planner.published.tangram import plan_tangram
 
 WORK = Workload(seq_len=4096)
 DEVICES = ("A800-SXM-80GB", "RTX-4090", "RTX-3090")
-MOST_TIMED = 1024  # devices up to which a search must end in time
-OTHERS = {  # values that `constants` puts in the place of those of the search
-    "KEPT": (2, 32),
+MAX_TIMED_DEVICES = 1024  # devices up to which a search must end in time
+OTHER_CONSTANTS = {  # values that `constants` puts in the place of those of the search
+    "KEPT_STARTS": (2, 32),
     "STARTS_SHARE": (0.05, 0.6),
     "KICK_BEST": (0.0, 1.0),
     "KICK_MOVES": (1, 8),
     "KICK_TRIES": (2, 40),
     "KICK_LOSS": (1.05, 4.0),
-    "LAST_WORD": (1, 32),
-    "LAST_WORD_SHARE": (0.0, 0.4),
+    "FINALISTS": (1, 32),
+    "FINALISTS_SHARE": (0.0, 0.4),
 }
-SAME = 1e-4  # relative difference below which two plans count as equally fast
+RTOL_SAME = 1e-4  # relative difference below which two plans count as equally fast
 
 
 def random_cluster(rng: random.Random, devices: tuple[int, int] = (3, 6), on_node: int = 3) -> Cluster:
-    """3 to 6 devices on nodes of 1 to 3, or so many, over 0.7, 3 or 10 GB/s."""
-    left, nodes = rng.randint(*devices), []
-    while left:
-        count = min(left, rng.randint(1, on_node))
+    """Return random devices (3 to 6 by default) on nodes of ``on_node`` (1 to 3), over 0.7, 3 or 10 GB/s."""
+    num_remaining, nodes = rng.randint(*devices), []
+    while num_remaining:
+        count = min(num_remaining, rng.randint(1, on_node))
         nodes.append({"name": f"n{len(nodes)}", "device": rng.choice(DEVICES), "count": count})
-        left -= count
+        num_remaining -= count
     network = {"bandwidth_gb_per_s": rng.choice((0.7, 3, 10)), "latency_us": 10}
     return cluster_from_dict({"nodes": nodes, "network": network})
 
@@ -81,10 +81,10 @@ class Case:
     """One small cluster with a task that fits on it.
 
     Args:
-        over_optimum: value of the search over the exact one, both by the closed form.
-        hexiscale: step of HexiScale's plan over ours, by the last word; None where it has none.
-        tangram: likewise.
-        search_s: CPU seconds of the search.
+        over_optimum: value of our plan over that of the optimum, both by the closed form.
+        hexiscale: step of HexiScale's plan over that of our final plan; None if HexiScale finds no plan.
+        tangram: the same of Tangram.
+        search_s: CPU seconds of our search.
     """
 
     over_optimum: float
@@ -94,20 +94,20 @@ class Case:
 
 
 def exact(clusters: int, seconds: float, kept: Path | None) -> dict[str, Any]:
-    """The search against the exact optimum and against HexiScale and Tangram, under the calibrated model.
+    """Compare the search with the exact optimum, HexiScale and Tangram under the calibrated cost model.
 
     Args:
-        clusters: random ones on which some plan fits.
-        seconds: of CPU, after which no further one is begun.
-        kept: file of one line per cluster; those that it has are not run again.
+        clusters: number of random clusters on which some plan fits.
+        seconds: CPU seconds after which no further cluster is begun.
+        kept: file with one line per cluster; clusters in it are not run again.
     """
     rng, cases, tried = random.Random(0), list[Case](), 0
-    known = [json.loads(line) for line in kept.read_text().splitlines()] if kept is not None and kept.exists() else []
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept is not None and kept.exists() else []
     started = time.process_time()
     while len(cases) < clusters and time.process_time() - started < seconds:
         task = draw(rng)
-        if tried < len(known):
-            case = None if known[tried] is None else Case(**known[tried])
+        if tried < len(rows):
+            case = None if rows[tried] is None else Case(**rows[tried])
         else:
             case = small_case(*task)
             if kept is not None:
@@ -129,16 +129,18 @@ def exact(clusters: int, seconds: float, kept: Path | None) -> dict[str, Any]:
 
 
 def exact_failures(row: dict[str, Any]) -> list[str]:
-    """What an outcome of `exact` does not reach."""
+    """Return the targets that a result of `exact` misses."""
     failures = []
     if row["within_1_percent"] < 0.99 or row["worst"] > 0.03:
         failures.append(f"within 1 % in {row['within_1_percent']:.1%} only, or {row['worst']:.1%} off at worst")
-    rivals = {name: row[name]["faster_than_ours"] for name in ("hexiscale", "tangram")}
-    return failures + [f"{name} is faster in {number} clusters" for name, number in rivals.items() if number]
+    num_faster_clusters = {name: row[name]["faster_than_ours"] for name in ("hexiscale", "tangram")}
+    return failures + [
+        f"{name} is faster in {number} clusters" for name, number in num_faster_clusters.items() if number
+    ]
 
 
 def ratios(over_ours: Sequence[float | None]) -> dict[str, Any]:
-    """What other planners' steps are over ours."""
+    """Return the steps of other planners over ours."""
     planned = [ratio for ratio in over_ours if ratio is not None]
     return {
         "plans": len(planned),
@@ -150,13 +152,13 @@ def ratios(over_ours: Sequence[float | None]) -> dict[str, Any]:
 
 
 def draw(rng: random.Random) -> tuple[Cluster, ModelSpec, int]:
-    """A random cluster, model and global batch."""
+    """Draw a random cluster, model and global batch."""
     cluster, model = random_cluster(rng), load_model(rng.choice(("llama-3.2-3b", "llama-2-7b", "llama-2-13b")))
     return cluster, model, rng.choice((8, 16, 32, 64))
 
 
 def small_case(cluster: Cluster, model: ModelSpec, samples: int) -> Case | None:
-    """All searches of one task; None if no plan fits, which ours must find as well."""
+    """Run all searches on one task; return None if no plan fits, which our search has to find as well."""
     costs = CalibratedStageCosts(cluster, model, WORK)
     goal = costs.time_objective()
     before = time.process_time()
@@ -179,7 +181,7 @@ def small_case(cluster: Cluster, model: ModelSpec, samples: int) -> Case | None:
 
 
 def fleet(devices: int) -> Cluster:
-    """Nodes of 8: two of 3090, five of 4090 and one of A800 in every 64."""
+    """Return nodes of 8 devices; of every 64 devices 16 are 3090, 40 are 4090 and 8 are A800."""
     nodes = []
     for i in range(devices // 64):
         nodes += [
@@ -191,11 +193,11 @@ def fleet(devices: int) -> Cluster:
 
 
 def growth(devices: int) -> dict[str, Any]:
-    """First and final plan of a fleet, and re-planning after losses."""
+    """Measure the first and the final plan of a large cluster, and re-planning after losses of devices."""
     cluster, model, samples = fleet(devices), load_model("llama-30b"), 8 * devices
     firsts: list[float] = []
     started = time.process_time()
-    found = plan_pipelines(
+    search_result = plan_pipelines(
         cluster, model, WORK, samples, progress=lambda *_: firsts.append(time.process_time() - started)
     )
     searched = time.process_time() - started
@@ -203,17 +205,17 @@ def growth(devices: int) -> dict[str, Any]:
         "devices": devices,
         "first_cpu_s": firsts[0],
         "final_cpu_s": searched,
-        "step_s": found.step_s,
-        "over_balance_bound": found.step_s / balance_bound_s(found.costs, samples) - 1,
-        "plans": found.num_evaluated,
+        "step_s": search_result.step_s,
+        "over_balance_bound": search_result.step_s / balance_bound_s(search_result.costs, samples) - 1,
+        "plans": search_result.num_evaluated,
     }
     lost = {64: [60], 320: list(range(0, 320, 40)), 1024: list(range(16, 24))}.get(devices, list(range(8)))
 
-    def make_costs(left: Cluster) -> list[CalibratedStageCosts]:
-        return [CalibratedStageCosts(left, model, found.costs.workload)]  # type: ignore[attr-defined]
+    def make_costs(remaining_cluster: Cluster) -> list[CalibratedStageCosts]:
+        return [CalibratedStageCosts(remaining_cluster, model, search_result.costs.workload)]  # type: ignore[attr-defined]
 
     started = time.process_time()
-    again = replan(found.plan, cluster, make_costs, lost=lost)
+    again = replan(search_result.plan, cluster, make_costs, lost=lost)
     row["replan_cpu_s"] = time.process_time() - started
     row["replan_first_wall_s"] = again.first_after_s
     scratch = plan_pipelines(cluster.without(lost), model, WORK, samples, costs=make_costs(cluster.without(lost))[0])
@@ -222,10 +224,11 @@ def growth(devices: int) -> dict[str, Any]:
 
 
 def constants(clusters: int) -> list[dict[str, Any]]:
-    """Plans of the search with another constant over those that it finds, at the same effort of half the usual.
+    """Return the steps of plans found with other constants over those found with ours, at half the usual effort.
 
     Args:
-        clusters: half of them of 5 to 8 devices, where the search has time to begin anew, half of 12 to 48.
+        clusters: number of clusters; half of them have 5 to 8 devices, on which the search has time for restarts, half
+            have 12 to 48.
     """
     rng = random.Random(1)
     model = load_model("llama-2-7b")
@@ -233,29 +236,31 @@ def constants(clusters: int) -> list[dict[str, Any]]:
     tasks = [(random_cluster(rng, sizes[i % 2], 8), rng.choice((32, 64, 128))) for i in range(clusters)]
 
     def values(**constants: float) -> list[float]:
-        found = []
+        plan_values = []
         for cluster, samples in tasks:
             costs = CalibratedStageCosts(cluster, model, WORK)
             goal = costs.time_objective()
-            with patch.multiple(search, **{"KEPT": search.KEPT, **constants}):
+            with patch.multiple(search, **{"KEPT_STARTS": search.KEPT_STARTS, **constants}):
                 effort_s = default_effort_s(cluster.num_ranks) / 2
-                result = Search(Evaluator(costs, samples, goal), effort_s=effort_s, last_word=search.LAST_WORD).run()
-            found.append(inf if result is None else result.best.value)
-        return found
+                result = Search(
+                    Evaluator(costs, samples, goal), effort_s=effort_s, num_finalists=search.FINALISTS
+                ).run()
+            plan_values.append(inf if result is None else result.best.value)
+        return plan_values
 
     usual, rows = values(), []
-    for name, others in OTHERS.items():
+    for name, others in OTHER_CONSTANTS.items():
         for other in others:
             pairs = zip(values(**{name: other}), usual, strict=True)
-            over = [value / own for value, own in pairs if own < inf]  # on some clusters nothing fits
+            over = [value / our_value for value, our_value in pairs if our_value < inf]  # on some clusters nothing fits
             rows.append(
                 {
                     "constant": name,
                     "clusters": len(over),
                     "value": getattr(search, name),
                     "other": other,
-                    "slower": sum(ratio > 1 + SAME for ratio in over),
-                    "faster": sum(ratio < 1 - SAME for ratio in over),
+                    "slower": sum(ratio > 1 + RTOL_SAME for ratio in over),
+                    "faster": sum(ratio < 1 - RTOL_SAME for ratio in over),
                     "mean": fmean(over) - 1,
                     "most": max(over) - 1,
                     "least": min(over) - 1,
@@ -266,16 +271,16 @@ def constants(clusters: int) -> list[dict[str, Any]]:
 
 
 def growth_failures(row: dict[str, Any]) -> list[str]:
-    """What an outcome of `growth` does not reach, for up to `MOST_TIMED` devices."""
+    """Return the targets that a result of `growth` misses, for up to `MAX_TIMED_DEVICES` devices."""
     limits = {"first_cpu_s": 1, "final_cpu_s": 5, "replan_first_wall_s": 0.05, "replan_cpu_s": 1}
     limits["replan_over_scratch"] = 0.02
-    if row["devices"] > MOST_TIMED:
+    if row["devices"] > MAX_TIMED_DEVICES:
         return []
     return [f"{row['devices']} devices: {name} {row[name]:.3g}" for name, most in limits.items() if row[name] > most]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if everything that must be reached is."""
+    """Run the command; return 0 if every target is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("exact", "growth", "constants"))
     parser.add_argument("--clusters", type=int, help="200 for exact, 8 for constants if left out")

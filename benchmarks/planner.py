@@ -1,19 +1,19 @@
-"""How fast and how good the search is.
+"""Measure how fast and how good the search for schedules is.
 
     python -m benchmarks.planner growth [--sizes 8 ... 4096] [--repeats 3] [--json]
     python -m benchmarks.planner exact [--count 200] [--cost-model published] [--seconds 600] [--json]
-    python -m benchmarks.planner exact --cards --count 300 [--devices 2 3 4]    of two to eight cards of the catalogue
+    python -m benchmarks.planner exact --cards --count 300 [--devices 2 3 4]    of two to eight GPUs of the catalogue
 
-    growth   search time from 8 to 4,096 devices beside HexiSeq's published scheduler times, and whether quality keeps
-             up: share of the bound total work / sum of speeds, and time over that of a search with ten times the budget
-    exact    random clusters of four and five devices (`random_clusters`) solved to the optimum in coarse units:
-             how much slower are the search in the same units, the plan (whole tokens; the best of the search and the
-             baselines), and HexiSeq's Algorithm 1 with its baselines. Of six to eight devices there are so few units
-             that a search in them says little: there every coarse schedule that may beat the plan by 1 % is looked at.
-             Sizes take turns, results are written as they come, and after ``--seconds`` of CPU no case is begun; one
-             whose optimum takes more than `MOST_EVALUATED` calls of the cost model is counted as not proven
+    growth   search time from 8 to 4,096 devices, compared with HexiSeq's published times; and quality: total work / sum
+             of speeds over the plan's time, and the plan's time over that of a search with ten times the budget
+    exact    random clusters of four and five devices (`random_clusters`), solved exactly in coarse units of tokens.
+             Compared with the optimum are: the search in the same units, the plan (whole tokens; the best of search and
+             baselines), and HexiSeq's Algorithm 1 with its baselines. For six to eight devices the units are too coarse
+             to search in: the solver only looks for coarse schedules that beat the plan by 1 %. Sizes alternate,
+             results are written as they come, and no case begins after ``--seconds`` of CPU. A case whose optimum
+             takes more than `MAX_EVALUATIONS` calls of the cost model counts as not proven
 
-The budget is counted and not timed, so all but the seconds is the same on every machine.
+Budgets are counts of evaluations, so all results but the seconds are the same on every machine.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ TOKENS_PER_DEVICE = 4096
 MORE_BUDGET = 10
 WITHIN, WITHIN_SHARE, WORST = 0.01, 0.98, 0.05  # of the exact optimum
 SEARCHES = {"search": "search, same units", "whole_tokens": "plan, whole tokens", "algorithm_1": "Algorithm 1"}
-MOST_EVALUATED = 20_000_000  # calls of the cost model for one optimum, about half a minute
-SAME_UNITS = 5  # devices up to which the search is compared in the units of the exact solver too
+MAX_EVALUATIONS = 20_000_000  # calls of the cost model for one optimum, about half a minute
+MAX_SAME_UNITS = 5  # devices up to which the search is compared in the units of the exact solver too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if every target is met."""
+    """Run the command; return 0 if every target is met."""
     options = _parser().parse_args(arguments)
     name = f"planner_{options.what}"
     outcome: dict[str, Any] = {
@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="what", required=True)
     for name in ("growth", "exact"):
@@ -120,28 +121,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def growth(num_devices: int, repeats: int) -> dict[str, Any]:
-    """One size of HexiSeq's simulation 3 (1 H100 : 1 A100 : 3 A800 : 3 L40S in nodes of eight), 13B, 4K tokens each."""
+    """Run one size of HexiSeq's simulation 3: 1 H100 : 1 A100 : 3 A800 : 3 L40S in nodes of eight, 13B, 4K tokens."""
     cluster, model = growth_cluster(num_devices), load_model("gpt-13b")
     row: dict[str, Any] = {"devices": num_devices, "published_s": SCHEDULER_S.get(num_devices)}
     for cost_model in ("published", "calibrated"):
         work = Workload(seq_len=TOKENS_PER_DEVICE * num_devices, causal=cost_model == "calibrated")
-        found = [plan(cluster, model, work, cost_model=cost_model) for _ in range(repeats)]
+        planned = [plan(cluster, model, work, cost_model=cost_model) for _ in range(repeats)]
         problem, _ = make_problem(make_cost_model(cost_model, cluster, model, work))
         budget = EvaluationBudget.for_ranks(num_devices)
         budget.left_s *= MORE_BUDGET
         longer = search(problem, budget)[0].time_s
         row[cost_model] = {
-            "search_s": [each.search_s for each in found],
-            "of_bound": found[0].of_bound,
-            "over_longer_search": found[0].prediction.block_s / longer,
-            "gain": found[0].gain,
-            "groups": found[0].schedule.ring_size,
+            "search_s": [schedule.search_s for schedule in planned],
+            "of_bound": planned[0].of_bound,
+            "over_longer_search": planned[0].prediction.block_s / longer,
+            "gain": planned[0].gain,
+            "groups": planned[0].schedule.ring_size,
         }
     return row
 
 
 def growth_cluster(num_devices: int) -> Cluster:
-    """Simulation 3 of HexiSeq at another size; below 64 devices nodes hold an eighth of them."""
+    """Return the cluster of HexiSeq's simulation 3 at another size; below 64 devices a node has an eighth of them."""
     size = min(8, num_devices // 8)
     kinds = (("H100-SXM-80GB", 450, 1), ("A100-SXM-80GB", 300, 1), ("A800-SXM-80GB", 200, 3), ("L40S", 32, 3))
     nodes = [
@@ -158,6 +159,7 @@ def growth_cluster(num_devices: int) -> Cluster:
 
 
 def _growth_failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the search times that are above `TIME_TARGETS`."""
     for row in rows:
         limit = TIME_TARGETS.get(row["devices"], float("inf"))
         for cost_model in ("published", "calibrated"):
@@ -167,12 +169,13 @@ def _growth_failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _growth_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of `growth`."""
     table = Table("devices", "HexiSeq", "target", title="Search: median seconds, and is the plan as good?")
     for cost_model in ("published", "calibrated"):
         for heading in ("s", "of the bound", f"over {MORE_BUDGET} x budget", "over baseline"):
             table.add_column(f"{cost_model}: {heading}", justify="right")
     for row in rows:
-        known = f"{row['published_s']:.0f}" if row["published_s"] else ""
+        published = f"{row['published_s']:.0f}" if row["published_s"] else ""
         limit = f"{TIME_TARGETS[row['devices']]:g}" if row["devices"] in TIME_TARGETS else ""
         cells = []
         for cost_model in ("published", "calibrated"):
@@ -180,11 +183,12 @@ def _growth_table(rows: Sequence[dict[str, Any]]) -> Table:
             gain = f"{each['gain']:.2f} x" if each["gain"] else "-"
             cells += [f"{median(each['search_s']):.2f}", f"{each['of_bound']:.1%}"]
             cells += [f"{each['over_longer_search'] - 1:+.2%}", gain]
-        table.add_row(f"{row['devices']:,}", known, limit, *cells)
+        table.add_row(f"{row['devices']:,}", published, limit, *cells)
     return table
 
 
 def _draw_growth(outcome: dict[str, Any], path: Path) -> None:
+    """Draw the chart of `growth`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -214,17 +218,18 @@ def _draw_growth(outcome: dict[str, Any], path: Path) -> None:
 def _cases(
     cost_model: str, count: int, sizes: Sequence[int], *, of_catalogue: bool = False
 ) -> Iterator[tuple[int, int, Case]]:
-    """As many clusters of every number of devices in turn, the first ones one more where ``count`` does not divide."""
-    drawn = [random_cases(count, num_ranks, cost_model, of_catalogue=of_catalogue) for num_ranks in sizes]
+    """Yield ``count`` cases, whose numbers of devices alternate over ``sizes``."""
+    cases_by_size = [random_cases(count, num_ranks, cost_model, of_catalogue=of_catalogue) for num_ranks in sizes]
     for i in range(count):
-        yield sizes[i % len(sizes)], i // len(sizes), next(drawn[i % len(sizes)])
+        yield sizes[i % len(sizes)], i // len(sizes), next(cases_by_size[i % len(sizes)])
 
 
 def exact(num_ranks: int, index: int, case: Case) -> dict[str, Any]:
-    """How much slower each search's answer is than the optimum in the case's coarse units.
+    """Return how much slower each search's result is than the optimum in the case's coarse units.
 
-    A plan in whole tokens has a finer space than the solver, so its gap can be negative; above `SAME_UNITS` the solver
-    looks for what is faster than the plan by more than `WITHIN`, and a gap of 0 says that nothing in coarse units is.
+    A plan in whole tokens may be faster than the optimum in coarse units: its gap is then negative. Above
+    `MAX_SAME_UNITS` devices the solver looks for schedules that are faster than the plan by more than `WITHIN`; a gap
+    of 0 says that there is none.
     """
     problem, _ = make_problem(case.cost, token_unit=case.token_unit)
     fine, _ = make_problem(case.cost)
@@ -233,12 +238,12 @@ def exact(num_ranks: int, index: int, case: Case) -> dict[str, Any]:
     for name, run in (
         ("search", lambda: search(problem)[:1]),
         ("whole_tokens", lambda: search(fine)[:1]),
-        ("algorithm_1", lambda: [found for found in [algorithm_1(problem)] if found is not None]),
+        ("algorithm_1", lambda: [result for result in [algorithm_1(problem)] if result is not None]),
     ):
-        if name == "search" and num_ranks > SAME_UNITS:
+        if name == "search" and num_ranks > MAX_SAME_UNITS:
             continue
         begin = time.perf_counter()
-        times[name] = min((found.time_s for found in run()), default=float("inf"))
+        times[name] = min((result.time_s for result in run()), default=float("inf"))
         seconds[name] = time.perf_counter() - begin
     coarse_s = min((times[name] for name in ("search", "algorithm_1") if name in times), default=float("inf"))
     baselines = [
@@ -248,10 +253,10 @@ def exact(num_ranks: int, index: int, case: Case) -> dict[str, Any]:
     ]
     for name in ("whole_tokens", "algorithm_1"):
         times[name] = min([times[name], *baselines])
-    known_s = coarse_s if num_ranks <= SAME_UNITS else times["whole_tokens"]
-    beaten_s = known_s if num_ranks <= SAME_UNITS else known_s / (1 + WITHIN)
+    known_s = coarse_s if num_ranks <= MAX_SAME_UNITS else times["whole_tokens"]
+    beaten_s = known_s if num_ranks <= MAX_SAME_UNITS else known_s / (1 + WITHIN)
     begin = time.perf_counter()
-    solved = solve_exact(problem, upper_bound_s=beaten_s, most=MOST_EVALUATED)
+    solved = solve_exact(problem, upper_bound_s=beaten_s, most=MAX_EVALUATIONS)
     seconds["exact"] = time.perf_counter() - begin
     best_s = solved.best.time_s if solved.best else known_s
     return {
@@ -268,65 +273,70 @@ def exact(num_ranks: int, index: int, case: Case) -> dict[str, Any]:
 
 
 def _time_s(problem: Problem, cost: CostModel, schedule: Schedule) -> float:
-    """Time that a search minimizes: with the head's and the embedding's share, which `Prediction.block_s` lacks."""
+    """Return the time that the search minimizes, with head and embedding, which `Prediction.block_s` lacks."""
     grouping, tokens_D, heads_D = cost.arrays(schedule)
     return float(problem.time_s(grouping, tokens_D[None], heads_D[None])[0])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By cost model, number of devices and search: how often within 1 %, mean and worst; what fits nowhere is left out.
+    """Return by cost model, number of devices and search: the share within 1 %, mean and worst gap.
 
-    A search that finds nothing where something fits counts as outside of every limit. A case whose optimum is not
-    proven counts only where a better schedule was found, which no optimum mends.
+    Cases in which no plan fits are left out. A search without a plan where one fits counts as outside of every limit. A
+    case whose optimum is not proven counts only if a better schedule was found, because no optimum would change that.
     """
-    found = []
+    summary_rows = []
     for cost_model, num_ranks in dict.fromkeys((row["cost_model"], row["devices"]) for row in rows):
-        mine = [row for row in rows if (row["cost_model"], row["devices"]) == (cost_model, num_ranks)]
-        fits = [row for row in mine if row["exact_s"] is not None]
+        rows_of_kind = [row for row in rows if (row["cost_model"], row["devices"]) == (cost_model, num_ranks)]
+        fits = [row for row in rows_of_kind if row["exact_s"] is not None]
         solved = [row for row in fits if row["proven"] or _gap(row["gaps"]["whole_tokens"]) > 0]
-        for name in [name for name in SEARCHES if name in mine[0]["gaps"]]:
+        for name in [name for name in SEARCHES if name in rows_of_kind[0]["gaps"]]:
             gaps = [row["gaps"][name] for row in solved if row["gaps"][name] is not None]
-            found.append(
+            summary_rows.append(
                 {
                     "cost_model": cost_model,
                     "devices": num_ranks,
                     "search": name,
                     "cases": len(solved),
-                    "fit_nowhere": len(mine) - len(fits),
+                    "fit_nowhere": len(rows_of_kind) - len(fits),
                     "not_proven": len(fits) - len(solved),
                     "found_nothing": len(solved) - len(gaps),
                     "within": sum(gap <= WITHIN for gap in gaps) / max(len(solved), 1),
                     "mean": mean(gaps or [0.0]),
                     "worst": max(gaps, default=0.0),
-                    "seconds": mean(row["seconds"][name] for row in mine),
-                    "exact_seconds": mean(row["seconds"]["exact"] for row in mine),
+                    "seconds": mean(row["seconds"][name] for row in rows_of_kind),
+                    "exact_seconds": mean(row["seconds"]["exact"] for row in rows_of_kind),
                 }
             )
-    return found
+    return summary_rows
 
 
 def _gap(gap: float | None) -> float:
+    """Return a gap to the optimum; infinite if no plan was found."""
     return float("inf") if gap is None else gap
 
 
 def _exact_failures(rows: Sequence[dict[str, Any]], least: float = WITHIN_SHARE) -> Iterator[str]:
+    """Yield the searches that miss the targets of `exact`."""
     ours = [row for row in rows if row["search"] != "algorithm_1"]
     for key in dict.fromkeys((row["cost_model"], row["search"]) for row in ours):
-        mine = [row for row in ours if (row["cost_model"], row["search"]) == key]
-        within = sum(row["within"] * row["cases"] for row in mine) / max(sum(row["cases"] for row in mine), 1)
-        worst = max(row["worst"] for row in mine)
+        rows_of_search = [row for row in ours if (row["cost_model"], row["search"]) == key]
+        within = sum(row["within"] * row["cases"] for row in rows_of_search) / max(
+            sum(row["cases"] for row in rows_of_search), 1
+        )
+        worst = max(row["worst"] for row in rows_of_search)
         label = f"{key[0]}, {SEARCHES[key[1]]}"
-        if within < least or any(row["found_nothing"] for row in mine):
+        if within < least or any(row["found_nothing"] for row in rows_of_search):
             yield f"{label}: within {WITHIN:.0%} of the optimum in {within:.1%} of the clusters"
         if worst > WORST:
             yield f"{label}: once {worst:.1%} slower than the optimum"
 
 
 def _exact_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of `exact`."""
     table = Table(title="Slower than the exact optimum in coarse units; random clusters")
-    if any(row["devices"] > SAME_UNITS for row in rows):
+    if any(row["devices"] > MAX_SAME_UNITS for row in rows):
         table.caption = (
-            f"more than {SAME_UNITS} devices: all coarse schedules that could be faster than the plan by more than "
+            f"more than {MAX_SAME_UNITS} devices: all coarse schedules that could be faster than the plan by more than "
             f"{WITHIN:.0%} were looked at; +0.00 % is a plan that none of them beats by that"
         )
     for heading in ("cost model", "devices", "clusters", "search", "within 1 %", "mean", "worst", "seconds", "exact"):
@@ -341,7 +351,7 @@ def _exact_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _draw_exact(outcome: dict[str, Any], path: Path) -> None:
-    """Distribution of the gaps."""
+    """Draw the distribution of the gaps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

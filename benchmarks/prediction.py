@@ -1,17 +1,16 @@
-"""How well does the calibrated cost model predict training steps on ranks that it has profiled?
+"""Compare the calibrated cost model's predictions with training steps on ranks that it has profiled.
 
     python -m benchmarks.prediction [--cores 0.6 0.45 0.3 0.15] [--tokens 4096] [--rounds 3] [--link 1gbit] [--json]
 
-Gloo ranks on this machine, slowed down to the given shares of a core (`benchmarks.emulation.quota`), are profiled with
-`ds_hetero.profiler.measure`; then a small Llama is trained through DeepSpeed engines with one schedule after the other.
-Printed are predicted and measured seconds per step, and whether the prediction ranks every two schedules as the
-measurement does that differ by more than a tenth. Targets: median error at most 10 %, all those pairs ranked alike.
+Gloo ranks on this machine, each limited to a share of a core (`benchmarks.emulation.quota`), are profiled with
+`ds_hetero.profiler.measure`. Then a small Llama is trained through DeepSpeed engines with one schedule after the other.
+The output is predicted and measured seconds per step, and whether every two schedules whose measured steps differ by
+more than a tenth are in the same order in the prediction. Targets: a median error of 10 %, and all pairs in order.
 
-Besides uniform, proportional and bad schedules the one that the planner finds on the measured cluster is trained.
-Schedules have several turns each, in an order that is turned round every time. The column "machine" says how fast the
-ranks computed products around their turns, compared with right after the profile: on a shared machine the neighbours'
-use of caches and memory changes that, and no profile can know. Turns where it differs by more than 5 % do not count,
-unless a schedule has no other.
+The schedules are uniform, proportional and bad ones, and the planner's for the measured cluster. Each has several
+turns, in an order that is reversed every time. The column "machine" says how fast the ranks computed matmuls around
+their turns, relative to the time after the profile: other work on a shared machine changes caches and memory rates,
+which no profile can contain. Turns in which it differs by more than 5 % do not count, unless a schedule has no others.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ DISTURBED = 0.05  # a turn counts if the machine computes as fast as when it was
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if the targets are met."""
+    """Run the command; return 0 if the targets are met."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
     options.output = options.output or FOLDER / f"prediction_{options.link}.json"
@@ -78,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.partition("\n")[0])
     parser.add_argument("--cores", type=float, nargs="+", default=[0.6, 0.45, 0.3, 0.15], help="of each rank")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Profile, train, predict; plain data."""
+    """Profile, train and predict; return plain data."""
     num_ranks = len(options.cores)
     schedules = candidates(options.cores)
     link = _LINKS[options.link]
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _turn(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One turn of a schedule: a step takes as long as on its slowest rank."""
+    """Return one turn of a schedule: a step takes as long as on its slowest rank."""
     return {
         "seconds": [max(times) for times in zip(*(turn["seconds"] for turn in of_ranks), strict=True)],
         "machine": mean(turn["machine"] for turn in of_ranks),
@@ -156,9 +156,9 @@ def _turn(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors, and pairs that measurement sets apart by more than a tenth but prediction puts the other way round.
+    """Return the errors, and pairs of schedules in the wrong order whose measured times differ by more than a tenth.
 
-    Schedules without an undisturbed turn say nothing; more than a third of those, and the targets cannot be met.
+    Schedules without an undisturbed turn are left out. If they are more than a third of all, the targets are missed.
     """
     clean = [row for row in rows if row["clean_turns"]]
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in clean or rows]
@@ -180,36 +180,36 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def planned(cluster: dict[str, Any], tokens: int) -> Schedule:
-    """The planner's schedule on a measured cluster; the same on every rank and here."""
+    """Return the planner's schedule for a measured cluster; the same on every rank and in this process."""
     return plan(cluster_from_dict(cluster), load_model(MODEL), workload(tokens)).schedule
 
 
 def candidates(cores: Sequence[float]) -> dict[str, Schedule]:
-    """Uniform schedules, proportional ones, and mixtures of ranks; few are good."""
+    """Return uniform schedules, proportional ones, and mixtures of ranks; few of them are good."""
     num_ranks = len(cores)
     shape = (_HEADS, _KV_HEADS)
-    found = {
+    schedules = {
         "ulysses": ulysses(num_ranks, *shape),
         "ring": ring(num_ranks, *shape),
         "ring, proportional": proportional(cores, *shape),
     }
     if num_ranks % 2 == 0 and num_ranks > 2:
-        found["usp 2 x 2"] = usp(num_ranks, *shape, num_ranks // 2)
+        schedules["usp 2 x 2"] = usp(num_ranks, *shape, num_ranks // 2)
         half = num_ranks // 2
         fast, slow = tuple(range(half)), tuple(range(half, num_ranks))
         mixed = tuple(range(0, num_ranks, 2)), tuple(range(1, num_ranks, 2))
         for name, groups in (("fast and slow apart", (fast, slow)), ("fast and slow mixed", mixed)):
-            found[f"{name}, proportional"] = _weighted(groups, cores)
-        found["fast and slow apart, even tokens"] = _weighted((fast, slow), cores, tokens=[1.0] * num_ranks)
-    found["ulysses, proportional"] = _weighted((tuple(range(num_ranks)),), cores)
-    found["ring, too much to the slowest"] = proportional(list(reversed(cores)), *shape)
-    return found
+            schedules[f"{name}, proportional"] = _weighted(groups, cores)
+        schedules["fast and slow apart, even tokens"] = _weighted((fast, slow), cores, tokens=[1.0] * num_ranks)
+    schedules["ulysses, proportional"] = _weighted((tuple(range(num_ranks)),), cores)
+    schedules["ring, too much to the slowest"] = proportional(list(reversed(cores)), *shape)
+    return schedules
 
 
 def _weighted(
     groups: Sequence[tuple[int, ...]], cores: Sequence[float], tokens: Sequence[float] | None = None
 ) -> Schedule:
-    """Heads by speed, each rank one at least; tokens by speed and so that groups finish together."""
+    """Return a schedule with heads by speed, at least one per rank, and tokens so that groups finish together."""
     parts = []
     for group in groups:
         heads = [1] * len(group)
@@ -217,8 +217,12 @@ def _weighted(
             least = min(range(len(group)), key=lambda i: (heads[i] + 1) / cores[group[i]])
             heads[least] += 1
         speed = min(cores[rank] / n for rank, n in zip(group, heads, strict=True))
-        whole = sum(cores[rank] for rank in group)
-        share = [speed * cores[rank] / whole for rank in group] if tokens is None else [tokens[rank] for rank in group]
+        group_cores = sum(cores[rank] for rank in group)
+        share = (
+            [speed * cores[rank] / group_cores for rank in group]
+            if tokens is None
+            else [tokens[rank] for rank in group]
+        )
         parts.append(Group(ranks=tuple(group), tokens=tuple(share), heads=tuple(heads)))
     layout = "zigzag" if len(parts) > 1 else "contiguous"
     return Schedule(num_heads=_HEADS, num_kv_heads=_KV_HEADS, groups=tuple(parts), layout=layout)
@@ -237,7 +241,7 @@ def measure(
     num_rounds: int,
     num_steps: int,
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Profile all ranks, then train with all schedules by turns; the cluster file, and the turns of every schedule."""
+    """Profile all ranks, then train with all schedules in turn; return the cluster file and the turns by schedule."""
     from ds_hetero.profiler.kernel_probe import profile_ranks
 
     limited = limits.limit(rank, cores[rank]) or "not limited"
@@ -247,20 +251,20 @@ def measure(
     cluster = profile_ranks(window_s=0.5, show_progress=False)
     cluster["profile"] |= {"seconds": time.perf_counter() - begin, "limited": limited}
     turns = [*schedules, (_PLAN, planned(cluster, tokens).to_dict())]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in turns}
+    turns_by_schedule: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in turns}
     profiled = before = _speed()
     for turn in range(num_rounds):
         for number, (name, schedule) in enumerate(reversed(turns) if turn % 2 else turns):
             say(1 + turn * len(turns) + number, name)
             result = _train(rank, schedule, tokens, num_steps)
             after = _speed()
-            found[name].append(result | {"machine": (before + after) / 2 / profiled})
+            turns_by_schedule[name].append(result | {"machine": (before + after) / 2 / profiled})
             before = after
-    return cluster, found
+    return cluster, turns_by_schedule
 
 
 def _speed() -> float:
-    """Rate of a product on all ranks at once: how fast this machine is just now, whatever its neighbours do."""
+    """Return the matmul rate of all ranks at once, which says how fast the machine is at the moment."""
     import torch.distributed as dist
 
     from benchmarks.lab.planning import product_rate
@@ -270,6 +274,7 @@ def _speed() -> float:
 
 
 def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> dict[str, Any]:
+    """Train some steps under a schedule; return their seconds."""
     import os
 
     import torch
@@ -292,7 +297,7 @@ def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> 
 
 
 def step_of(rank: int, schedule: dict[str, Any], tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return a training step under a schedule, and what takes the engine's patches back. Caller: every rank."""
+    """Return a training step under a schedule, and a function that undoes the engine's patches. Caller: every rank."""
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -333,7 +338,7 @@ def step_of(rank: int, schedule: dict[str, Any], tokens: int) -> tuple[Callable[
 
 
 def show(outcome: dict[str, Any], console: Console) -> None:
-    """A table and a verdict."""
+    """Print a table and the verdict."""
     speeds = ", ".join(f"{cores:g}" for cores in outcome["cores"])
     limited = f"ranks of {speeds} cores ({outcome['limited']})"
     table = Table(title=f"Seconds per step of {outcome['tokens']:,} tokens on {limited}; {outcome['link']}")

@@ -1,9 +1,9 @@
-"""One page of all result files: tables and charts, newest figures with the command that makes them.
+"""Make one HTML page of all result files: tables and charts, each with the command that makes it.
 
     python -m benchmarks.report [--results FOLDER] [--out FILE]
 
-The page is one HTML file that needs nothing else, made as that of ``ds-hetero report`` is. Sections without a result
-file are left out; a file's "quick" result is shown only where there is no full one.
+The page needs no other files; it is made like that of ``ds-hetero report``. Sections without a result file are left
+out. The "quick" result of a file is shown only if it has no full one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_hetero.reporting.html import Markup, Page, heading, html_table, paragrap
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the result files")
     parser.add_argument("--out", type=Path, help="the page; default: report.html in that folder")
@@ -30,21 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def page(folder: Path) -> str:
-    """The page of the result files in ``folder``."""
-    made, shown = Page("ds_hetero: measurements"), set()
+    """Return the page of the result files in ``folder``."""
+    html_page, shown = Page("ds_hetero: measurements"), set()
     for name, title, make in _SECTIONS:
         path = next((p for p in (folder / f"{name}.json", folder / f"{name}_quick.json") if p.is_file()), None)
         if path is not None:
             result = json.loads(path.read_text(encoding="utf-8"))
             shown.add(path)
-            made.section(title, _origin(result, path), *make(made, result))
+            html_page.section(title, _origin(result, path), *make(html_page, result))
     others = ", ".join(path.name for path in sorted(folder.glob("*.json")) if path not in shown)
     if others:
-        made.section("Not shown", others)
-    return made.render()
+        html_page.section("Not shown", others)
+    return html_page.render()
 
 
 def _origin(result: dict[str, Any], path: Path) -> Markup:
+    """Return the line that says when and by which command a result was made."""
     machine = result.get("machine", {})
     where = ", ".join(
         f"{key} {machine[key]}" for key in ("cpu", "gpu", "cores", "torch", "deepspeed") if key in machine
@@ -56,47 +57,49 @@ def _origin(result: dict[str, Any], path: Path) -> Markup:
 
 
 def _lines_chart(
-    made: Page, label: str, x: Sequence[Any], x_name: str, series: Mapping[str, Sequence[float]], dashed: str = ""
+    html_page: Page, label: str, x: Sequence[Any], x_name: str, series: Mapping[str, Sequence[float]], dashed: str = ""
 ) -> Markup:
-    """A line per entry of ``series``; the one named ``dashed`` is a bound."""
+    """Return a chart with a line per entry of ``series``; the entry named ``dashed`` is a bound."""
     drawn = [{"name": name, "values": list(values), "dashed": name == dashed} for name, values in series.items()]
-    return made.chart("lines", label, {"x": list(x), "xName": x_name, "series": drawn})
+    return html_page.chart("lines", label, {"x": list(x), "xName": x_name, "series": drawn})
 
 
 def _lines(texts: Iterable[str]) -> Markup:
+    """Return a paragraph with all lines of the texts."""
     return paragraph(*(line for text in texts for line in text.splitlines()))
 
 
 # --- the lab ----------------------------------------------------------------------------------------
 
 
-def _ring(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _ring(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of the ring in the lab."""
     rows = result["rows"]
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     yield _lines(speeds["text"].splitlines()[0] for speeds in result["emulation"])
     for scope, tokens in dict.fromkeys((row["scope"], row["tokens"]) for row in rows):
-        mine = [row for row in rows if (row["scope"], row["tokens"]) == (scope, tokens)]
-        fractions = sorted({row["slow_fraction"] for row in mine})
-        found = {(row["slow_fraction"], row["strategy"]): row for row in mine}
+        rows_of_case = [row for row in rows if (row["scope"], row["tokens"]) == (scope, tokens)]
+        fractions = sorted({row["slow_fraction"] for row in rows_of_case})
+        row_of = {(row["slow_fraction"], row["strategy"]): row for row in rows_of_case}
         speeds = [f"{fraction:.0%}" for fraction in fractions]
-        gains = {name: [found[fraction, name]["speedup"] for fraction in fractions] for name in strategies}
-        gains["bound"] = [found[fraction, strategies[0]]["bound_speedup"] for fraction in fractions]
+        gains = {name: [row_of[fraction, name]["speedup"] for fraction in fractions] for name in strategies}
+        gains["bound"] = [row_of[fraction, strategies[0]]["bound_speedup"] for fraction in fractions]
         shares = {
-            name: [found[fraction, name]["efficiency_against_bound"] for fraction in fractions] for name in strategies
+            name: [row_of[fraction, name]["efficiency_against_bound"] for fraction in fractions] for name in strategies
         }
         yield heading(f"{tokens} tokens, {scope}")
-        yield _lines_chart(made, "Speed-up over even shares", speeds, "speed of the second rank", gains, "bound")
-        yield _lines_chart(made, "Share of the bound", speeds, "speed of the second rank", shares)
+        yield _lines_chart(html_page, "Speed-up over even shares", speeds, "speed of the second rank", gains, "bound")
+        yield _lines_chart(html_page, "Share of the bound", speeds, "speed of the second rank", shares)
         yield html_table(
             ("second rank at", *strategies, "bound"),
             (
                 (
                     f"{fraction:.0%}",
                     *(
-                        f"{found[fraction, n]['speedup']:.2f}x, {found[fraction, n]['efficiency_against_bound']:.0%}"
+                        f"{row_of[fraction, n]['speedup']:.2f}x, {row_of[fraction, n]['efficiency_against_bound']:.0%}"
                         for n in strategies
                     ),
-                    f"{found[fraction, strategies[0]]['bound_speedup']:.2f}x",
+                    f"{row_of[fraction, strategies[0]]['bound_speedup']:.2f}x",
                 )
                 for fraction in fractions
             ),
@@ -105,18 +108,19 @@ def _ring(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield paragraph(f"Published: {published['source']}; best speed-up {published['best_speedup']}x.")
 
 
-def _mesh(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _mesh(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of USP meshes in the lab."""
     yield _lines(emulation["text"] for emulation in result["emulation"])
     rows = result["rows"]
     for scope, speeds in dict.fromkeys((row["scope"], tuple(row["speeds"])) for row in rows):
-        mine = [row for row in rows if (row["scope"], tuple(row["speeds"])) == (scope, speeds)]
+        rows_of_case = [row for row in rows if (row["scope"], tuple(row["speeds"])) == (scope, speeds)]
         ratio = ":".join(f"{speed:g}" for speed in speeds)
-        longest = [row for row in mine if row["tokens"] == max(r["tokens"] for r in mine)]
+        longest = [row for row in rows_of_case if row["tokens"] == max(r["tokens"] for r in rows_of_case)]
         rates = [row["tokens_per_s"] for row in longest] + [longest[0]["tokens"] / longest[0]["bound_s"]]
         series = [{"name": "tokens/s", "values": rates}]
         data = {"rows": [*(row["contender"] for row in longest), "bound"], "unit": "", "series": series}
         yield heading(f"{scope}, speeds {ratio}")
-        yield made.chart("bars", f"Tokens per second at {longest[0]['tokens']} tokens", data, 80 + 34 * len(rates))
+        yield html_page.chart("bars", f"Tokens per second at {longest[0]['tokens']} tokens", data, 80 + 34 * len(rates))
         yield html_table(
             ("contender", "tokens", "tokens/s", "over best uniform", "of the bound", "rounds", "spread"),
             (
@@ -125,12 +129,13 @@ def _mesh(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
                     *(f"{row['over_best_uniform']:.2f}x", f"{row['efficiency_against_bound']:.0%}"),
                     *(row["rounds"], f"{row['spread']:.0%}"),
                 )
-                for row in mine
+                for row in rows_of_case
             ),
         )
 
 
-def _growth(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _growth(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of planner and training at several sizes."""
     yield _lines(f"{len(emulation['speeds'])} ranks: {emulation['text']}" for emulation in result["emulation"])
     rows = result["rows"]
     lengths = sorted({row["tokens"] for row in rows})
@@ -143,7 +148,7 @@ def _growth(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
             f"{contender}, {ranks} ranks": [of.get((contender, ranks, tokens)) for tokens in lengths]
             for contender, ranks in dict.fromkeys((row["contender"], row["ranks"]) for row in rows)
         }
-        yield _lines_chart(made, label, lengths, "tokens", series)
+        yield _lines_chart(html_page, label, lengths, "tokens", series)
     yield html_table(
         ("contender", "ranks", "tokens", "s", "tokens/s", "bytes sent per token", "between nodes"),
         (
@@ -157,20 +162,22 @@ def _growth(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     )
 
 
-def _replan(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _replan(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of re-planning."""
     yield _lines([result["found"]["text"]])
     rows, summary = result["rows"], result["summary"]
     rates = {"tokens/s": [row["tokens_per_s"] for row in rows]}
     switched = ", ".join(map(str, summary["switched_at"])) or "none"
     label = f"Tokens per second by step; slowed down at step 0, new schedules at: {switched}"
-    yield _lines_chart(made, label, [row["step"] for row in rows], "step", rates)
+    yield _lines_chart(html_page, label, [row["step"] for row in rows], "step", rates)
     yield html_table(("", ""), summary.items())
 
 
 # --- the others -------------------------------------------------------------------------------------
 
 
-def _versus_stock(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _versus_stock(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of uniform work beside stock engines."""
     yield html_table(
         ("peer", "scope", "ranks", "tokens", "link", "peer / ours", "95 % interval"),
         (
@@ -183,7 +190,8 @@ def _versus_stock(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     )
 
 
-def _prediction(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _prediction(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of predicted and measured steps."""
     yield _lines([f"Emulated: ranks of {', '.join(map(str, result['cores']))} cores; {result['link']}"])
     rows = [(row["name"], row["predicted_s"], row["measured_s"]) for row in result["rows"]]
     yield html_table(
@@ -195,7 +203,8 @@ def _prediction(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     )
 
 
-def _zero(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _zero(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of weighted ZeRO with equal weights."""
     yield _lines([f"{result['ranks']} ranks, {result['tokens']} tokens; peer: stock ZeRO"])
     yield html_table(
         ("stage", "ours", "peer, s", "ours, s", "peer / ours", "95 % interval"),
@@ -203,7 +212,8 @@ def _zero(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     )
 
 
-def _gradient_sync(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _gradient_sync(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of gradients that overlap the backward."""
     yield _lines(dict.fromkeys(job["link"] for job in result["jobs"]))
     yield html_table(
         ("degrees", "without overlap, s", "with, s", "ratio", "95 % interval"),
@@ -212,16 +222,19 @@ def _gradient_sync(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
 
 
 def _paired(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a paired comparison: seconds of peer and ours, their ratio, its interval."""
     interval = "{:.2f} to {:.2f}".format(*row["interval"])
     return f"{row['peer_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['ratio']:.3f}", interval
 
 
-def _memory(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _memory(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of peak memory of a layer."""
     rows = result["rows"]
     yield html_table(list(rows[0]), (list(row.values()) for row in rows))
 
 
-def _hexiseq(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _hexiseq(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of HexiSeq's simulations."""
     yield paragraph("Nothing is measured here: all of it follows from the cost model and the search.")
     yield html_table(
         ("simulation", "model", "context", "strongest baseline", "gain", "possible", "of the bound"),
@@ -235,13 +248,15 @@ def _hexiseq(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     )
 
 
-def _planner(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _planner(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of gaps to the exact optimum."""
     yield _lines(["Gap of the predicted time to the exact optimum, over random clusters."])
     rows = result["summary"]
     yield html_table(list(rows[0]), (list(map(_short, row.values())) for row in rows))
 
 
-def _gpu(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+def _gpu(html_page: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    """Yield the section of one GPU, a table for each part."""
     for name, rows in result["tables"].items():
         if rows:
             yield heading(name)
@@ -249,6 +264,7 @@ def _gpu(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
 
 
 def _short(value: Any) -> str:
+    """Return a value as text, floats with three digits."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

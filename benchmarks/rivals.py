@@ -1,18 +1,18 @@
-"""Whether our planner is ever slower than a published one, and how far it is from the optimum.
+"""Check that our planner is never slower than a published one, and measure its distance from the optimum.
 
     python -m benchmarks.rivals [--clusters 500] [--exact 60] [--seconds 1500] [--resume] [--json]
 
-On random clusters, under one cost model, each with all published planners of its kind:
+All published planners of each kind run on random clusters under one cost model:
 
     schedule    2 to 5 devices, drawn as in `random_clusters`; the optimum in the case's coarse units
-    pipelines   3 to 6 devices over 0.7, 3 or 10 GB/s; ours once beginning at published plans where they are cheap, and
-                once at none; the optimum by the closed form of pipelines
-    documents   2 to 16 equal or unequal units on 1 to 4 nodes, 1 to 60 documents; Zeppelin where nodes are equal
+    pipelines   3 to 6 devices over 0.7, 3 or 10 GB/s. Our search starts from published plans where they are cheap to
+                make, and in a second run from none; the optimum by the closed form of pipelines
+    documents   2 to 16 equal or unequal units on 1 to 4 nodes, 1 to 60 documents; Zeppelin if the nodes are equal
 
-Nothing is measured, and clusters are numbered: the same numbers give the same clusters everywhere. After ``--seconds``
-no further one is begun; the result is written as rows come, and ``--resume`` goes on with the rows of the result file,
-which the same planner should have made. The exit code is 1 if ours is slower anywhere by more than 2e-5, which the
-search may give for equal shares of equal ranks and for whole tokens.
+Nothing is measured. Clusters are numbered: the same numbers give the same clusters on every machine. After
+``--seconds`` no further cluster is begun. Results are written as they come, and ``--resume`` continues with the rows of
+the result file, which the same planner has to have made. The exit code is 1 if ours is slower anywhere by more than
+2e-5, which equal shares of equal ranks, and rounding to whole tokens, may cost the search.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.search import search
 
-CLOSE = 2e-5  # relative: equal shares of equal ranks may cost the search 1e-5, see `search.TIDY`, whole tokens as much
+RTOL_SLOWER = (
+    2e-5  # relative: equal shares of equal ranks may cost the search 1e-5, see `search.TIDY`, whole tokens as much
+)
 PROCESSES = 2
 WRITE_EVERY_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if ours is never slower."""
+    """Run the command; return 0 if our planner is never slower."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__.partition("\n")[0])
     parser.add_argument("--clusters", type=int, default=500, help="of every kind")
     parser.add_argument("--exact", type=int, default=60, help="of which so many are solved to the optimum")
@@ -70,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     outcome = header(" ".join(["python -m benchmarks.rivals", *(arguments or sys.argv[1:])]))
     rows = json.loads(options.output.read_text())["rows"] if options.resume and options.output.exists() else []
-    known = {(row["kind"], row["index"]) for row in rows}
+    done_cases = {(row["kind"], row["index"]) for row in rows}
     tasks = [(kind, i, i < options.exact) for i in range(options.clusters) for kind in options.kinds]
     written_s = time.monotonic()
-    for row in _run([task for task in tasks if task[:2] not in known], written_s + options.seconds):
+    for row in _run([task for task in tasks if task[:2] not in done_cases], written_s + options.seconds):
         rows.append(row)
         if time.monotonic() > written_s + WRITE_EVERY_S:
             write(_judged(outcome, rows, options.kinds), options.output)
@@ -89,39 +91,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _judged(outcome: dict[str, Any], rows: list[dict[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
-    """The result with these rows."""
+    """Return the result that consists of these rows."""
     summaries = {kind: summary([row for row in rows if row["kind"] == kind]) for kind in kinds}
     failures = [
         f"{kind} {row['index']}: ours is {row['least'] - 1:+.4%} against {row['least_of']}"
         for kind in kinds
         for row in rows
-        if row["kind"] == kind and row["least"] is not None and row["least"] < 1 - CLOSE
+        if row["kind"] == kind and row["least"] is not None and row["least"] < 1 - RTOL_SLOWER
     ]
     return {**outcome, "summary": summaries, "failures": failures, "rows": rows}
 
 
 def _run(tasks: Sequence[tuple[str, int, bool]], until: float) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all tasks (kind, number, with optimum), in their order; without those after ``until``."""
     with ProcessPoolExecutor(PROCESSES) as pool, progress(Console(stderr=True)) as report:
-        for done, row in enumerate(pool.map(_one, tasks, [until] * len(tasks), chunksize=1)):
+        for done, row in enumerate(pool.map(_run_case, tasks, [until] * len(tasks), chunksize=1)):
             report((done + 1) / len(tasks), f"{tasks[done][0]} {tasks[done][1]}")
             if row is not None:
                 yield row
 
 
-def _one(task: tuple[str, int, bool], until: float) -> dict[str, Any] | None:
+def _run_case(task: tuple[str, int, bool], until: float) -> dict[str, Any] | None:
+    """Run one numbered case; return None after ``until``."""
     kind, index, with_exact = task
     if time.monotonic() > until:
         return None
-    ours, rivals, optimum = KINDS[kind](random.Random(f"{kind} {index}"), with_exact)
-    times = {name: time_s for name, time_s in rivals.items() if time_s is not None}
-    assert ours or not times, (kind, index, times)  # what a rival plans, ours must plan
+    ours, baselines_s, optimum = KINDS[kind](random.Random(f"{kind} {index}"), with_exact)
+    times = {name: time_s for name, time_s in baselines_s.items() if time_s is not None}
+    assert ours or not times, (kind, index, times)  # what a published planner plans, ours must plan
     slowest_of_ours = max((time_s for time_s in ours.values()), default=None)
     least_of = min(times, key=lambda name: times[name], default=None)
     return {
         "kind": kind,
         "index": index,
         "ours_s": ours,
-        "rivals_s": rivals,
+        "rivals_s": baselines_s,
         "least_of": least_of,
         "least": None if least_of is None or slowest_of_ours is None else times[least_of] / slowest_of_ours,
         "over_optimum": optimum,
@@ -133,40 +137,40 @@ Judged = tuple[dict[str, float], dict[str, float | None], float | None]
 
 
 def of_schedules(rng: random.Random, with_exact: bool) -> Judged:
-    """Schedules of one replica; times of an iteration."""
+    """Compare planners of schedules for one replica, by the time of an iteration."""
     case = random_case(rng, rng.randint(2, 5), "calibrated")
-    cost, rivals = case.cost, dict[str, float | None]()
+    cost, baselines_s = case.cost, dict[str, float | None]()
     for planner in planners_of("schedule"):
         try:
             prediction = cost.predict(strategy(planner.name, cost))
         except PlanError:
-            rivals[planner.name] = None
+            baselines_s[planner.name] = None
             continue
-        rivals[planner.name] = prediction.iteration_s if prediction.feasible else None
+        baselines_s[planner.name] = prediction.iteration_s if prediction.feasible else None
     try:
         ours = {"ours": plan(case.cluster, case.model, case.workload).step_s}
     except PlanError:
-        return {}, rivals, None
+        return {}, baselines_s, None
     if not with_exact:
-        return ours, rivals, None
+        return ours, baselines_s, None
     problem, _ = make_problem(cost, token_unit=case.token_unit)
-    found = search(problem)[:1]
-    if not found:
-        return ours, rivals, None
-    solved = solve_exact(problem, upper_bound_s=found[0].time_s)
-    return ours, rivals, 1.0 if solved.best is None else found[0].time_s / solved.best.time_s
+    best = search(problem)[:1]
+    if not best:
+        return ours, baselines_s, None
+    solved = solve_exact(problem, upper_bound_s=best[0].time_s)
+    return ours, baselines_s, 1.0 if solved.best is None else best[0].time_s / solved.best.time_s
 
 
 def of_pipelines(rng: random.Random, with_exact: bool) -> Judged:
-    """Pipelines of unequal stages; times of a step."""
+    """Compare planners of unequal pipelines, by the time of a step."""
     cluster, model, samples = draw(rng)
     costs = CalibratedStageCosts(cluster, model, WORK)
     goal = costs.time_objective()
-    rivals: dict[str, float | None] = {}
+    baselines_s: dict[str, float | None] = {}
     for planner in planners_of("pipelines"):
         assert planner.pipelines is not None
         candidate = planner.pipelines(costs, goal, samples, (1, 2))
-        rivals[planner.name] = None if candidate is None else candidate.step_s
+        baselines_s[planner.name] = None if candidate is None else candidate.step_s
     ours: dict[str, float] = {}
     for name, starts in (("from published plans", True), ("from none", False)):
         try:
@@ -174,19 +178,19 @@ def of_pipelines(rng: random.Random, with_exact: bool) -> Judged:
                 cluster, model, WORK, samples, costs=costs, micro_batch_sizes=(1, 2), from_published=starts
             )
         except PlanError:
-            return {}, rivals, None
+            return {}, baselines_s, None
         ours[name] = planned.step_s
     if not with_exact:
-        return ours, rivals, None
+        return ours, baselines_s, None
     result = Search(Evaluator(costs, samples, goal), (1, 2), effort_s=default_effort_s(cluster.num_ranks)).run()
     if result is None:
-        return ours, rivals, None
+        return ours, baselines_s, None
     better = solve_pipelines_exact(Evaluator(costs, samples, goal), below=result.closed_form_value)
-    return ours, rivals, 1.0 if better is None else result.closed_form_value / better.value
+    return ours, baselines_s, 1.0 if better is None else result.closed_form_value / better.value
 
 
 def of_documents(rng: random.Random, with_exact: bool) -> Judged:
-    """Placements of documents; times of a block. No optimum is known."""
+    """Compare placements of documents, by the time of a block; no optimum is computed."""
     nodes, per_node = rng.randint(1, 4), rng.randint(2, 4)
     units = nodes * per_node
     lengths = [int(2 ** rng.uniform(6, 16)) for _ in range(rng.randint(1, 60))]
@@ -200,12 +204,12 @@ def of_documents(rng: random.Random, with_exact: bool) -> Judged:
         receive_s=(token_s * rng.choice((0.01, 0.1, 0.5)),) * nodes,
         cross_s=(token_s * rng.choice((0.5, 1.0, 4.0)),) * nodes,
     )
-    rivals: dict[str, float | None] = {}
+    baselines_s: dict[str, float | None] = {}
     for planner in planners_of("documents"):
         assert planner.documents is not None
         loads = loads_of(lengths, planner.documents(lengths, costs), costs)
-        rivals[planner.name] = loads.predicted_s if loads.fits(costs) else None
-    return {"ours": place_lengths(lengths, costs).predicted_s}, rivals, None
+        baselines_s[planner.name] = loads.predicted_s if loads.fits(costs) else None
+    return {"ours": place_lengths(lengths, costs).predicted_s}, baselines_s, None
 
 
 KINDS: dict[str, Callable[[random.Random, bool], Judged]] = {
@@ -216,7 +220,10 @@ KINDS: dict[str, Callable[[random.Random, bool], Judged]] = {
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as slow every published planner is as the slower of ours, and how far ours is from the optimum."""
+    """Return the slowdown of every published planner relative to ours, and our distance from the optimum.
+
+    The slower one of our results counts.
+    """
     planned = [row for row in rows if row["ours_s"]]
     ratios: dict[str, list[float]] = {}
     for row in planned:
@@ -253,16 +260,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _show(outcome: dict[str, Any], console: Console) -> None:
+    """Print the table."""
     table = Table(
         "kind", "clusters", "planner", "plans", "least", "median", "most", title="Times of published planners over ours"
     )
-    for kind, each in outcome["summary"].items():
-        for name, of_rival in each["rivals"].items():
-            ratios = ("-" if of_rival[key] is None else f"{of_rival[key]:.3f}" for key in ("least", "median", "most"))
-            table.add_row(kind, str(each["clusters"]), name, str(of_rival["plans"]), *ratios)
+    for kind, kind_summary in outcome["summary"].items():
+        for name, summary_of_planner in kind_summary["rivals"].items():
+            ratios = (
+                "-" if summary_of_planner[key] is None else f"{summary_of_planner[key]:.3f}"
+                for key in ("least", "median", "most")
+            )
+            table.add_row(kind, str(kind_summary["clusters"]), name, str(summary_of_planner["plans"]), *ratios)
     console.print(table)
-    for kind, each in outcome["summary"].items():
-        optimum, starts = each["optimum"], each["starts_save"]
+    for kind, kind_summary in outcome["summary"].items():
+        optimum, starts = kind_summary["optimum"], kind_summary["starts_save"]
         if optimum["solved"]:
             console.print(
                 f"{kind}: {optimum['not_optimal']} of {optimum['solved']} are not optimal, {optimum['mean']:.3%} in "

@@ -1,11 +1,11 @@
-"""What each step of the search for a schedule is worth: the search without it, on clusters small and large.
+"""Measure the worth of each step of the search for a schedule: run the search without it, on small and large clusters.
 
     python -m benchmarks.search_steps [--count 70] [--json]
 
-Clusters are cards of the catalogue, two to eight of them (`random_clusters`), half in coarse units, and the ready
-clusters of up to 64 devices. Budgets are counted, so all but the seconds is the same on every machine. A step is worth
-something where the plan without it is slower by more than `NOISE`. Without a step others have the evaluations that it
-would have used, so that the plan can also be faster.
+The clusters are two to eight GPUs of the catalogue (`random_clusters`), half of them in coarse units, and the clusters
+of ds_configs with up to 64 devices. Budgets are counts of evaluations, so all results but the seconds are the same on
+every machine. A step is worth something if the plan without it is slower by more than `NOISE`. Without a step the
+others get its evaluations, so that the plan may also be faster.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from ds_hetero.planner.search import closed_forms, descent, moves, partitions, r
 from ds_hetero.planner.search.problem import Problem
 
 NOISE = 1e-4  # of the time: rounding to whole tokens is less
-MOST_RANKS = 64  # of a ready cluster
+MAX_RANKS = 64  # of a ready cluster
 SEQ_LEN = 65_536
 
 
 def _first(problem: Problem, start: Any, *_: Any, **__: Any) -> Any:
+    """Stand for a step of the search that improves a start: return the start."""
     return start
 
 
 def _none(*_: Any, **__: Any) -> tuple[()]:
+    """Stand for a step of the search that proposes candidates: return none."""
     return ()
 
 
@@ -60,7 +62,7 @@ STEPS: dict[str, list[tuple[Any, str, Any]]] = {
     "moves: sets of ranks": [(moves, "moves_of_sets", lambda problem, grouping, tokens, sets, step: tokens[None])],
     "moves: pairs of ranks": [(moves, "moves_of_pairs", lambda tokens, step: tokens[None][:0])],
     "moves: heads": [(moves, "head_moves", lambda problem, grouping, at, *_: at.heads[None][:0])],
-    "moves: on in a direction": [(descent, "_further", lambda problem, grouping, at, moved, budget: moved)],
+    "moves: on in a direction": [(descent, "_continue_move", lambda problem, grouping, at, moved, budget: moved)],
     "regroup": [(search, "regroup", _first), (regroup, "regroup", _first)],
     "order once more": [(search, "_reorder", _first)],
     "search in whole tokens": [(search, "_with_whole_tokens", _first)],
@@ -74,7 +76,7 @@ STEPS: dict[str, list[tuple[Any, str, Any]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; always 0: it judges nothing."""
+    """Run the command; it always returns 0, because it has no targets."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_steps", description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=70, help="random clusters")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
@@ -100,17 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cases(count: int) -> Iterator[tuple[str, Any]]:
-    """Names and functions that make a new problem: one keeps what was tried."""
+    """Yield names, and functions that make a new problem; a problem remembers what was evaluated."""
     sizes = (2, 3, 4, 5, 6, 7, 8)
-    drawn = {size: random_cases(count, size, "calibrated", of_catalogue=True) for size in sizes}
+    cases_by_size = {size: random_cases(count, size, "calibrated", of_catalogue=True) for size in sizes}
     for i in range(count):
         size = sizes[i % len(sizes)]
-        case = next(drawn[size])
+        case = next(cases_by_size[size])
         unit = case.token_unit if i % 2 else 1
         yield f"{size} cards, {i}", lambda case=case, unit=unit: make_problem(case.cost, token_unit=unit)[0]
     for path in sorted((config_dir() / "clusters").glob("*.yaml")):
         cluster = load_cluster(path)
-        if cluster.num_ranks > MOST_RANKS:
+        if cluster.num_ranks > MAX_RANKS:
             continue
         work = Workload(seq_len=SEQ_LEN, tiled_logits=True)
         cost = make_cost_model("calibrated", cluster, load_model("llama-3.2-3b"), work)
@@ -118,17 +120,23 @@ def _cases(count: int) -> Iterator[tuple[str, Any]]:
 
 
 def _search(_: str, make: Any, replaced: Sequence[tuple[Any, str, Any]] = ()) -> tuple[float, float]:
-    """Time of the best assignment, and CPU seconds of the search."""
+    """Return the time of the best assignment, and the CPU seconds of the search."""
     problem = make()
     begin_s = time.process_time()
     with ExitStack() as stack:
         for module, name, replacement in replaced:
             stack.enter_context(patch.object(module, name, replacement))
-        found = search.search(problem)
-    return (found[0].time_s if found else float("inf")), time.process_time() - begin_s
+        assignments = search.search(problem)
+    return (assignments[0].time_s if assignments else float("inf")), time.process_time() - begin_s
 
 
 def _row(step: str, cases: Sequence[tuple[str, Any]], with_all: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return the result of the search without one step: slowdowns relative to the search with all, by cluster.
+
+    Args:
+        cases: name and problem of every cluster.
+        with_all: time of the plan, and CPU seconds, of the whole search, by cluster.
+    """
     losses, seconds = {}, 0.0
     for (name, make), (time_s, _) in zip(cases, with_all, strict=True):
         without_s, search_s = _search(name, make, STEPS[step])
@@ -149,6 +157,7 @@ def _row(step: str, cases: Sequence[tuple[str, Any]], with_all: Sequence[tuple[f
 
 
 def _table(outcome: dict[str, Any]) -> Table:
+    """Return the table of results."""
     title = f"The search without one of its steps, {outcome['clusters']} clusters, {outcome['seconds']:.0f} s with all"
     table = Table("without", "slower", "faster", "mean", "worst", "of", "s", title=title)
     for row in outcome["steps"]:

@@ -1,12 +1,12 @@
-"""Cost of the checks of a step: pairs of steps with checks and with ``"checks": "off"``, by turns in one start.
+"""Measure the cost of the checks of a step: pairs of steps with checks and with ``"checks": "off"``.
 
     python -m benchmarks.step_checks [--quick] [--json] [--seconds 100] [--output FILE]
 
-A Llama of a few layers trains on 2 and 4 ranks, on batches of 1,024 and 8,192 tokens; a pair is an optimizer step of
-two engines of the same process, one with checks. The comparison of a piece of a batch is off in both: it is no cost of
-every step. The figure is the median over pairs of the times' ratio, with its quartiles and the 95 % interval of the
-median, beside the cores that others used meanwhile: on a busy machine it says little. All cases take about seven
-minutes. --quick: 2 ranks, 1,024 tokens, 15 seconds, and no file.
+A Llama of a few layers trains on 2 and 4 ranks, on batches of 1,024 and 8,192 tokens. A pair is an optimizer step of
+two engines in the same process, one of them with checks. Comparisons of a piece of a batch are off in both, because
+they do not belong to every step. The result is the median ratio of times over pairs, with its quartiles and its 95 %
+interval, and the cores that other processes used meanwhile: on a busy machine it means little. All cases take about
+seven minutes. --quick: 2 ranks, 1,024 tokens, 15 seconds, and no file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.measure.statistics import compare
 
 RESULT = results.FOLDER / "step_checks.json"
 RANKS, TOKENS, GOAL = (2, 4), (1024, 8192), 1.01
-_FEWEST_PAIRS = 9
+_MIN_PAIRS = 9
 _KINDS: dict[str, Any] = {"off": "off", "on": {"compare_every": "off"}}
 
 
 def measure_steps(rank: int, report: ranks.Report, tokens: int, budget_s: float) -> dict[str, Any]:
-    """Seconds of steps by kind of checks, of the slowest rank, and the cores that others used."""
+    """Return the seconds of steps with and without checks on the slowest rank, and the cores that others used."""
     import torch.distributed as dist
 
     import ds_hetero
@@ -40,12 +40,12 @@ def measure_steps(rank: int, report: ranks.Report, tokens: int, budget_s: float)
 
     size, handle = dist.get_world_size(), ds_hetero.register()
     actions = {kind: _steps_of(handle, _KINDS[kind], size, tokens) for kind in _KINDS}
-    turns = alternate(actions, budget_s, _FEWEST_PAIRS, report, [])
+    turns = alternate(actions, budget_s, _MIN_PAIRS, report, [])
     return {"seconds": turns.seconds, "foreign_cores": turns.foreign_cores}
 
 
 def _steps_of(handle: Any, checks: Any, size: int, tokens: int) -> Any:
-    """An action that runs one optimizer step of an engine with these checks."""
+    """Return a function that runs one optimizer step of an engine with or without checks."""
     import deepspeed
     import torch
 
@@ -77,6 +77,7 @@ def _steps_of(handle: Any, checks: Any, size: int, tokens: int) -> Any:
 
 
 def main() -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 ranks, 1,024 tokens, 15 seconds")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
@@ -107,6 +108,7 @@ def main() -> int:
 
 
 def _show(cases: list[dict[str, Any]]) -> None:
+    """Print the table of cases, and the goal."""
     table = Table("ranks", "tokens", "without, ms", "with, ms", "ratio", "quartiles", "95 %", "others' cores")
     for case in cases:
         spread = [" to ".join(f"{value:.3f}" for value in case[name]) for name in ("quartiles", "interval")]

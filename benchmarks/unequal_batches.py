@@ -1,12 +1,13 @@
-"""Unequal batches against equal ones, on two ranks of emulated speeds 3:1: steps per second, losses of one process.
+"""Compare unequal with equal batches on two ranks of emulated speeds 3:1: steps per second, and losses of one process.
 
     python -m benchmarks.unequal_batches [--quick] [--rounds 3] [--json]
 
-A Trainer script and an own loop each train with equal batches [4, 4], with ``"batch": [6, 2]`` and with
-``"by_speed"``, by turns, in rounds. Speeds are emulated by sleeping: a rank waits 100 or 300 ms for every sample, one
-third in the forward, the rest in the backward, so that two ranks do not disturb each other on two cores. A step of
-equal batches takes 4 samples of the slow rank, and the best one 2: no batches can be more than 2.0 times faster. The
-first steps, in which ``"by_speed"`` looks, are not counted. Losses of all steps are compared with those of plain torch.
+A Trainer script and a custom loop each train with equal batches [4, 4], with ``"batch": [6, 2]`` and with
+``"by_speed"``, in alternating rounds. Speeds are emulated by sleeping: a rank waits 100 or 300 ms per sample, a third
+of it in the forward and the rest in the backward, so that the ranks do not disturb each other on two cores. A step of
+equal batches takes 4 samples of the slow rank, the best one 2: no batches can be more than 2.0 times as fast. The first
+steps, in which ``"by_speed"`` searches, are not counted. The losses of all steps are compared with those of plain
+torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOKENS, LR, EPSILON = 32, 1e-3, 1e-3
 
 
 def _model(s_per_sample: float) -> Any:
-    """A small Llama whose samples take a while."""
+    """Return a small Llama that sleeps for every sample."""
     import torch
 
     from benchmarks.measure.contenders import Shape
@@ -53,6 +54,7 @@ def _model(s_per_sample: float) -> Any:
 
 
 def _samples(steps: int) -> list[dict[str, Any]]:
+    """Return the samples of all steps."""
     import torch
 
     from benchmarks.measure.models import VOCABULARY
@@ -63,13 +65,14 @@ def _samples(steps: int) -> list[dict[str, Any]]:
 
 
 def _optimizer(model: Any) -> Any:
+    """Return the optimizer that all trainings use."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), lr=LR, eps=EPSILON, weight_decay=0.0)
 
 
 def one_process(rank: int, report: ranks.Report, steps: int) -> list[float]:
-    """Losses of plain torch on the global batches."""
+    """Return the losses of plain torch on the global batches."""
     from torch.utils.data import DataLoader
 
     model = _model(0.0)
@@ -84,7 +87,7 @@ def one_process(rank: int, report: ranks.Report, steps: int) -> list[float]:
 
 
 def train(rank: int, report: ranks.Report, script: str, batch: Any, steps: int) -> dict[str, Any]:
-    """Of every step the rank's loss, its samples, and when it ended."""
+    """Return for every step the rank's loss, its number of samples, and the time of its end."""
     import ds_hetero
 
     handle, model = ds_hetero.register(), _model(S_PER_SAMPLE[rank])
@@ -103,7 +106,7 @@ def train(rank: int, report: ranks.Report, script: str, batch: Any, steps: int) 
 
 
 def _own_loop(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
-    """Losses of the global batches, and the times at which steps ended."""
+    """Train in a custom loop; return the losses of the global batches, and the times at which steps ended."""
     import deepspeed
     import torch
     from torch.utils.data import DataLoader
@@ -122,12 +125,14 @@ def _own_loop(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tu
 
 
 def _trainer(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
-    """Losses as they are logged, and the times at which steps ended."""
+    """Train with the HF Trainer; return its logged losses, and the times at which steps ended."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     ends = []
 
     class Ends(TrainerCallback):  # type: ignore[misc]
+        """Records the time at which every step ends."""
+
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.perf_counter())
 
@@ -155,20 +160,20 @@ def _trainer(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tup
 
 
 def measure(rounds: int, steps: int, report: ranks.Report) -> dict[str, Any]:
-    """Steps per second of every script and batch, the largest relative difference of a loss, the batch at the end."""
+    """Return steps per second by script and batch, the largest relative difference of a loss, and the final batch."""
     expected = ranks.run(one_process, [ranks.LOOPBACK], steps)[0]
     cases = list(product(SCRIPTS, BATCHES))
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {case: [] for case in cases}
     for done, (_, case) in enumerate(turns := list(product(range(rounds), cases))):
         report(done / len(turns), f"{case[0]}, {case[1]}")
-        seen = ranks.run(train, [ranks.LOOPBACK] * len(S_PER_SAMPLE), case[0], BATCHES[case[1]], steps)[0]
-        losses = zip(seen.pop("losses"), expected, strict=True)
-        rows[case].append({**seen, "error": max(abs(loss - one) / abs(one) for loss, one in losses)})
+        traces = ranks.run(train, [ranks.LOOPBACK] * len(S_PER_SAMPLE), case[0], BATCHES[case[1]], steps)[0]
+        losses = zip(traces.pop("losses"), expected, strict=True)
+        rows[case].append({**traces, "error": max(abs(loss - one) / abs(one) for loss, one in losses)})
     return {"cases": [{"script": script, "batches": name, "rounds": rows[script, name]} for script, name in cases]}
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """One line for each script and batch."""
+    """Print one line for each script and batch."""
     table = Table(title=f"EMULATED speeds 3:1, bound {BOUND}x: medians (least to most of the rounds)")
     for column in ("script", "batches", "steps/s", "over equal", "a loss differs by", "batch at the end"):
         table.add_column(column)
@@ -188,7 +193,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure, show, and write the result."""
+    """Measure, print, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--rounds", type=int, default=3)

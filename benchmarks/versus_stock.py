@@ -1,13 +1,13 @@
-"""Is uniform work slower here than in the engines that know nothing else?
+"""Compare uniform work in this engine with the engines that support nothing else.
 
     python -m benchmarks.versus_stock [--quick] [--json]
 
-In the same processes, by turns: stock DeepSpeed Ulysses, torch's ring attention and, with ``--contests ringmaster``,
-the Ulysses of axolotl-ringmaster against this engine with the same uniform schedule. Measured are one attention layer
-(forward and backward) and whole training steps of a small model through DeepSpeed engines, of a Llama or with
+Stock DeepSpeed Ulysses, torch's ring attention and, with ``--contests ringmaster``, the Ulysses of axolotl-ringmaster
+alternate in the same processes with this engine under the same uniform schedule. Measured are one attention layer
+(forward and backward) and whole training steps of a small model through DeepSpeed engines: of a Llama, or with
 ``--family`` of a hybrid; over loopback and over an emulated link of 1 Gbit/s; float32, causal, one kernel thread per
-rank. Besides times, the bytes that a layer sends are counted, at torch's communication operators and at the network
-device. Who the contenders are: `benchmarks.measure.contenders`; what a ratio is: `benchmarks.measure.statistics`.
+rank. The bytes that a layer sends are counted, too, at torch's communication operators and at the network device.
+`benchmarks.measure.contenders` describes the contenders, `benchmarks.measure.statistics` the ratios.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BUSY_CORES = 0.2  # of others, above which a result is marked
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     options = _parser().parse_args(arguments)
     begin = time.perf_counter()
     plans = [(link, plan) for link in options.links for plan in _plans(options)]
@@ -76,10 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _advance(progress: Progress, task: TaskID, what: str, before: int, done: float, now: str) -> None:
+    """Show the progress of one plan of measurements, in seconds done, with a text on the present case."""
     progress.update(task, completed=before + done, description=f"{what}: {now}")
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versus_stock", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer pairs, and whole steps at the shortest length only")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -94,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plans(options: argparse.Namespace) -> list[Plan]:
-    """One per number of ranks and contest; layers come before steps."""
+    """Return one plan of measurements per number of ranks and contest; layers come before steps."""
     lengths = options.tokens or ([1024, 4096] if options.quick else [1024, 4096, 8192])
     cases = [(LAYER, tokens) for tokens in lengths if LAYER in options.scopes]
     cases += [(STEP, tokens) for tokens in (lengths[:1] if options.quick else lengths) if STEP in options.scopes]
@@ -107,7 +109,7 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
 
 
 def _run(link: str, plan: Plan, result: dict[str, Any], on_report: Callable[[float, str], None]) -> None:
-    """Measure one plan and add what came out to ``result``."""
+    """Measure one plan and add the outcome to ``result``."""
     label = {"link": link, "num_ranks": plan.num_ranks}
     try:
         with _network(link, plan.num_ranks) as network:
@@ -129,6 +131,7 @@ def _run(link: str, plan: Plan, result: dict[str, Any], on_report: Callable[[flo
 
 @contextmanager
 def _network(link: str, num_ranks: int) -> Iterator[Network]:
+    """Make the network of the ranks: loopback, or the emulated link."""
     if link == "loopback":
         with emulate(nodes=num_ranks, rate_bit_per_s=1.0, methods=["none"]) as network:
             yield network
@@ -141,7 +144,7 @@ def _network(link: str, num_ranks: int) -> Iterator[Network]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Tables of a result."""
+    """Print the tables of a result."""
     machine, shape = result["machine"], result["shape"]
     console.print(
         f"{machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}, DeepSpeed {machine['deepspeed']}, "
@@ -157,6 +160,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _times(cases: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of times."""
     table = Table(title="peer / ours: above 1 ours is faster (in brackets: 95 % interval)", caption=_caption(cases))
     links = list(dict.fromkeys(case["link"] for case in cases))
     for column in ("what", "peer"):
@@ -178,6 +182,7 @@ def _times(cases: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(case: dict[str, Any] | None) -> tuple[str, str]:
+    """Return the cells of one case."""
     if case is None:
         return "", ""
     low, high = case["interval"]
@@ -190,6 +195,7 @@ def _cells(case: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def _caption(cases: Sequence[dict[str, Any]]) -> str:
+    """Return the caption of the table of times."""
     judged = [case for case in cases if case["target"] is not None]
     met = sum(case["ratio"] >= case["target"] for case in judged)
     busy = sum(case["foreign_cores"] > _BUSY_CORES for case in cases)
@@ -198,6 +204,7 @@ def _caption(cases: Sequence[dict[str, Any]]) -> str:
 
 
 def _bytes(traffic: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of bytes."""
     table = Table(title="sent by one layer, forward and backward, by the rank that sends most")
     for column in ("contender", "link"):
         table.add_column(column)

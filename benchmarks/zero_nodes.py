@@ -1,12 +1,12 @@
-"""ZeRO-3 on two nodes of 2 + 1 ranks with a slow link between them: shards over all ranks, or inside each node.
+"""Compare ZeRO-3 with shards over all ranks and with shards inside each node, on two nodes over a slow link.
 
     python -m benchmarks.zero_nodes [--json] [--micro-batches 1 4] [--budget-s 60] [--rate-gbit-per-s 1] [--output FILE]
 
-Whole training steps of a small Llama, weights 3 : 1 : 2, in the same processes by turns, for every number of
-micro-batches of a step. Buckets of gradients are a seventh of the model on both sides, as DeepSpeed's are of a model
-of 3.5 billion parameters. The link is emulated; bytes are those that the first node's interface has sent and received,
-headers included. Losses of the first steps are held against one process. Exit code 1 unless shards inside nodes are
-twice as fast, send at most 1.05 of the gradients, and all losses agree to 1e-5.
+Whole training steps of a small Llama on nodes of 2 + 1 ranks, weights 3 : 1 : 2, alternate in the same processes, for
+every number of micro-batches of a step. Gradient buckets are a seventh of the model in both, as DeepSpeed's are for a
+model of 3.5 billion parameters. The link is emulated. Bytes are those that the first node's interface has sent and
+received, with headers. The losses of the first steps are compared with one process. The exit code is 1 unless shards
+inside nodes are twice as fast, send at most 1.05 times the gradients, and all losses agree to 1e-5.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _TOKENS, _MIN_PAIRS, _STEPS, _RATE, _BUCKET = 16, 5, 3, 1e-3, 2_000_000
 
 
 def main() -> int:
+    """Run the command; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="of a step")
@@ -71,11 +72,13 @@ def main() -> int:
 
 
 def _reaches(row: dict[str, Any]) -> bool:
+    """Return True if a row reaches all targets."""
     sent = max(row["bytes_per_step"][INSIDE]) / row["gradient_bytes"]
     return bool(row["ratio"] >= FASTER and sent <= BYTES and max(row["loss_error"].values()) <= LOSSES)
 
 
 def _text(row: dict[str, Any]) -> str:
+    """Return the result of one number of micro-batches in words."""
     low, high = row["interval"]
     lines = [
         f"{row['micro_batches']} micro-batches: {row['ratio']:.2f} x the steps per second, 95 % interval {low:.2f} to "
@@ -94,6 +97,7 @@ def _text(row: dict[str, Any]) -> str:
 
 
 def _measure(rank: int, report: Report, micro_batches: int, budget_s: float) -> dict[str, Any]:
+    """Time the steps of both settings on this rank."""
     import torch.distributed as dist
 
     ids = torch.randint(0, 512, (_STEPS * micro_batches * 3, 1, _TOKENS), generator=torch.Generator().manual_seed(1))
@@ -117,13 +121,14 @@ def _measure(rank: int, report: Report, micro_batches: int, budget_s: float) -> 
 
 
 def _bytes() -> tuple[int, int]:
-    """Sent and received by this node so far."""
+    """Return the bytes that this node has sent and received so far."""
     line = next(line for line in Path("/proc/thread-self/net/dev").read_text().splitlines() if DEVICE in line)
     fields = line.split(":")[1].split()
     return int(fields[8]), int(fields[0])
 
 
 def _model() -> Any:
+    """Return a small Llama with the same weights on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -132,7 +137,7 @@ def _model() -> Any:
 
 
 def _one_process(steps: tuple[torch.Tensor, ...]) -> list[float]:
-    """Losses of one process, whose steps take the batches of all ranks."""
+    """Return the losses of one process whose steps take the batches of all ranks."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
     losses = []
@@ -147,7 +152,7 @@ def _one_process(steps: tuple[torch.Tensor, ...]) -> list[float]:
 
 
 def _step(section: dict[str, Any], ids: torch.Tensor, micro_batches: int) -> Callable[[], float]:
-    """One training step on an engine of its own, which returns its loss on this rank; batches come again and again."""
+    """Return a training step of an engine of its own, which returns this rank's loss; batches repeat."""
     import deepspeed
 
     import ds_hetero

@@ -3,8 +3,8 @@
     import ds_hetero
     ds_hetero.register()       # before the Trainer, the Accelerator or deepspeed.initialize is made
 
-Importing this package imports neither torch nor DeepSpeed nor numpy; names that need one of them are loaded when they
-are first used.
+Importing this package imports neither torch nor DeepSpeed nor numpy; names that need one of them are loaded at their
+first use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ds_hetero.common.extras import TRAINING, require
+from ds_hetero.common.extras import TRAINING_PACKAGES, require
 from ds_hetero.errors import (
     BatchError,
     CheckpointError,
@@ -69,16 +69,16 @@ __all__ = [
     "register",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
-# Where a name is that is loaded when it is first used, and which packages its module imports.
+# Public names that are loaded at their first use: the module of each, and the packages that this module imports.
 _LAZY: dict[str, tuple[str, tuple[str, ...]]] = {
     "AsymmetricGradientSync": ("ds_hetero.gradient_sync.sync", ("torch",)),
-    "Handle": ("ds_hetero.engine.handle", TRAINING),
-    "empty_model": ("ds_hetero.frameworks.transformers.stages", TRAINING),
+    "Handle": ("ds_hetero.engine.handle", TRAINING_PACKAGES),
+    "empty_model": ("ds_hetero.frameworks.transformers.stages", TRAINING_PACKAGES),
     "load_cluster": ("ds_hetero.cluster", ()),
     "plan": ("ds_hetero.planner", ()),
-    "register": ("ds_hetero.registration", TRAINING),
+    "register": ("ds_hetero.registration", TRAINING_PACKAGES),
 }
 
 

@@ -1,16 +1,16 @@
-"""Every error a user of ds_hetero can cause.
+"""Errors of ds_hetero, all of which a user can cause and mend.
 
     HeteroError (ValueError)
       ConfigError       the "heterogeneity" section: unknown key, wrong type, impossible combination
-      ScheduleError     a schedule that is not consistent in itself, or does not fit the model or the world
+      ScheduleError     a schedule that is inconsistent, or does not fit the model, the job's ranks or the batch
       ClusterError      a cluster file or device catalogue entry
-      PlanError         no schedule exists for this cluster, model and length
-        MemoryPlanError   because nothing fits into memory
+      PlanError         no schedule exists for this cluster, model and length, or a plan file is wrong
+        MemoryPlanError   no schedule fits into memory
       ModelError        a model, layer or attention feature that cannot be split over the sequence
       CheckpointError   a checkpoint that cannot be saved, is incomplete, damaged, of two saves, or of another model
-      SyncError         replicas whose cuts of a parameter do not fit it or one another; gradients out of turn
+      SyncError         shards of a parameter that do not fit it or one another; gradients in the wrong order
       BatchError        a batch that cannot be sharded, or that differs between ranks
-        SamplingError     because ranks, or a job and the one it goes on from, draw other samples than they have to
+        SamplingError     ranks, or a resumed job, draw other samples than they have to
       StepError         a forward, backward, step or batch that some ranks left out
       VersionError      an installed framework outside the range that works
       DependencyError (also ImportError)   a package that training needs is not installed
@@ -21,7 +21,7 @@ Messages name the rule, the values seen and what to change, in the user's field 
 
 
 class HeteroError(ValueError):
-    """Base of all errors that a user can cause and mend."""
+    """Base class of all errors that a user can cause and mend."""
 
 
 class ConfigError(HeteroError):
@@ -33,11 +33,11 @@ class ScheduleError(HeteroError):
 
 
 class ClusterError(HeteroError):
-    """A cluster description is wrong: unknown device or key, a link to nowhere, a bad number."""
+    """A cluster description is wrong: an unknown device or key, a link to an unknown node, a bad number."""
 
 
 class PlanError(HeteroError):
-    """No schedule satisfies the limits; the message says by how much and on which rank."""
+    """No schedule or plan satisfies the limits, or a plan file is wrong; the message says which rule is broken."""
 
 
 class MemoryPlanError(PlanError):
@@ -53,15 +53,15 @@ class CheckpointError(HeteroError):
 
 
 class SyncError(HeteroError):
-    """The shards of a parameter do not fit it or one another, or its gradient came out of turn."""
+    """The shards of a parameter do not fit it or one another, or gradients came in the wrong order."""
 
 
 class BatchError(HeteroError):
-    """A batch cannot be sharded, or the ranks do not hold the same one."""
+    """A batch cannot be sharded, or ranks that need the same batch hold different ones."""
 
 
 class SamplingError(BatchError):
-    """Samples would be trained on twice or never: ranks, or a job that goes on, draw others than they have to."""
+    """Samples would be trained on twice or never, since ranks or a resumed job draw other samples than they have to."""
 
 
 class StepError(HeteroError):

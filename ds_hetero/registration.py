@@ -1,13 +1,11 @@
-"""`ds_hetero.register`: the adapters of all frameworks put together and installed, once per process."""
+"""Register ds_hetero: install the adapters of all frameworks, once per process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import deepspeed
 
 from ds_hetero.common.announce import announce
 from ds_hetero.common.extras import untested_releases
@@ -23,6 +21,7 @@ from ds_hetero.frameworks.accelerate import adapter as accelerate
 from ds_hetero.frameworks.accelerate import names as accelerate_names
 from ds_hetero.frameworks.deepspeed import engine as deepspeed_engine
 from ds_hetero.frameworks.deepspeed import names as deepspeed_names
+from ds_hetero.frameworks.deepspeed.configuration_argument import load_configuration
 from ds_hetero.frameworks.deepspeed.late_registration import expect_no_engine
 from ds_hetero.frameworks.transformers import adapter as transformers
 from ds_hetero.frameworks.transformers import names as transformers_names
@@ -30,32 +29,39 @@ from ds_hetero.frameworks.trl import adapter as trl
 from ds_hetero.runtime.peers.board import sign_with
 from ds_hetero.runtime.peers.watch import stop_watch
 
+_MOST_SHOWN = 5  # functions in a message
+
 _active: tuple[Handle, Registry] | None = None
 
 
 def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
-    """Make DeepSpeed, accelerate and transformers use this engine wherever a configuration asks for it.
+    """Make DeepSpeed, accelerate and transformers use this engine if ds_config.json has a "heterogeneity" section.
 
     Call it before a Trainer or an Accelerator is made and before ``deepspeed.initialize``. Without a "heterogeneity"
     section, or with ``"enabled": false``, everything behaves as before. A second call returns the same handle.
 
     Args:
-        config: ds_config.json, its path or its content; needed only in a loop of one's own that wraps its loader
-            before it calls ``deepspeed.initialize``.
+        config: ds_config.json, as a path or as its content; needed only in a custom training loop that wraps its
+            loader before it calls ``deepspeed.initialize``.
 
     Raises:
-        VersionError: torch, DeepSpeed, accelerate or transformers is of a version that does not work.
-        ConfigError: registered already, with another configuration; or an engine with a section exists already.
+        VersionError: the installed torch, DeepSpeed, accelerate or transformers has a version that does not work.
+        ConfigError: ds_hetero is registered with another configuration, or DeepSpeed has made an engine for a
+            configuration with a section.
     """
     global _active
-    ds_config = config if config is None or isinstance(config, Mapping) else deepspeed.load_ds_config(str(config))
+    ds_config = None if config is None else load_configuration(config)
     if _active is not None:
         handle, registry = _active
         if ds_config is not None and ds_config != registry.ds_config:
-            raise ConfigError("ds_hetero is registered with another configuration already; undo() that handle first.")
+            raise ConfigError(
+                "ds_hetero is registered with another configuration already. Call undo() of the handle that the first "
+                "register() returned, then register again."
+            )
         return handle
+    changed: list[str] = []  # functions that were not tried as they are in what is installed
     for names in (torch_names, deepspeed_names, accelerate_names, transformers_names):
-        expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
+        changed += expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
     expect_no_engine()
     if is_elastic() and (worker := own_worker()) is not None:
         sign_with(worker.token)
@@ -70,12 +76,27 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     deepspeed_engine.install(registry)
     accelerate.install(registry)
     _active = Handle(registry), registry
-    if os.environ.get("RANK", "0") == "0" and (untested := untested_releases()):
-        releases = ", ".join(f"{package} {release}" for package, release in untested.items())
-        announce(f"not tested with this release of ds_hetero: {releases}. Compare a few steps with one process first.")
+    if os.environ.get("RANK", "0") == "0":
+        _announce_untested(changed)
     return _active[0]
 
 
+def _announce_untested(changed: Sequence[str]) -> None:
+    """Announce releases outside of the tested ranges, and functions whose bodies no release that was tried has."""
+    untested = untested_releases()
+    if not untested and not changed:
+        return
+    lines = []
+    if untested:
+        releases = ", ".join(f"{package} {release}" for package, release in untested.items())
+        lines.append(f"not tested with this release of ds_hetero: {releases}.")
+    if changed:
+        shown = ", ".join(changed[:_MOST_SHOWN]) + ", ..." * (len(changed) > _MOST_SHOWN)
+        lines.append(f"It builds on functions that were not tried as they are here: {shown}.")
+    announce(" ".join([*lines, "Compare a few steps with one process first."]))
+
+
 def _forget() -> None:
+    """Forget the registered handle, so that the next `register` installs everything again."""
     global _active
     _active = None

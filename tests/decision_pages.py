@@ -1,9 +1,9 @@
-"""Tables of docs/ that are made of the tables that decide: keys of DeepSpeed, arguments of a forward, adapters of PEFT.
+"""Write the tables of docs/ that are made from tables of the package: keys of DeepSpeed, forward arguments, adapters.
 
     python -m tests.decision_pages          # writes them into deepspeed-keys.md, forward-arguments.md, adapters.md
 
-`tests/unit/test_docs_pages.py` checks that the pages hold these tables, `test_deepspeed_keys.py`,
-`test_forward_arguments.py` and `test_adapters.py` of tests/integration that what they say is so.
+`tests/unit/test_docs_pages.py` checks that the pages hold these tables. `test_deepspeed_keys.py`,
+`test_forward_arguments.py` and `test_adapters.py` of tests/integration check that the tables are true.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_hetero.common.reading import NameRow
+from ds_hetero.common.name_rows import NameRow
 from ds_hetero.engine.arguments import ARGUMENTS, Argument
 from ds_hetero.frameworks.deepspeed.keys import KEYS, Key
 from ds_hetero.frameworks.transformers.model.model_checks import ADAPTERS
 from tests.integration.models.test_quantized import parity_table
 from tests.support import ROOT
 
+MAX_REMARK = 60  # characters; a longer remark stands in a list below the table
 _NOTHING = (None, False, "none", "auto", {}, [])  # values that need no mention
 
 
 class Page(NamedTuple):
-    """A table of a page.
+    """One page and its table.
 
     Args:
         path: of the page.
-        name: of the first column, and of the places of the table and its counts.
-        rows: the table that decides.
-        remarks: of a row, beside its reason and what passes.
-        summary: of all rows, beside their counts by kind.
+        name: heading of the first column; it also marks the places of the table and of its counts in the page.
+        rows: the package's table.
+        remarks: return a row's text besides its reason and the values that pass.
+        summary: returns the text on all rows besides their counts by kind.
     """
 
     path: Path
@@ -42,10 +43,20 @@ class Page(NamedTuple):
     summary: Callable[[list[Any]], str] = lambda rows: ""
 
     def with_tables(self) -> str:
-        """The page with this table and its counts replaced."""
+        """Return the page's text with its table and counts replaced."""
         text, rows = self.path.read_text(), list(self.rows.values())
         total = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in rows).most_common())
-        lines = [f"| `{name}` | {row.kind} | {self._remark(row)} |" for name, row in sorted(self.rows.items())]
+        lines: list[str] = []
+        names_by_remark: dict[str, list[str]] = {}
+        for name, row in sorted(self.rows.items()):
+            remark = self._remark(row)
+            if len(remark) > MAX_REMARK:
+                names_by_remark.setdefault(remark, []).append(f"`{name}`")
+                remark = "see below"
+            lines.append(f"| `{name}` | {row.kind} | {remark} |")
+        if names_by_remark:
+            notes = [f"* {', '.join(names)}: {remark}" for remark, names in names_by_remark.items()]
+            lines += ["", f"Longer remarks on {self.name}s:", "", *notes]
         tables = {
             f"counts of {self.name}s": f"{len(rows)} rows: {total}. {self.summary(rows)}".rstrip(),
             f"{self.name}s": "\n".join([f"| {self.name} | here | remark |", "|---|---|---|", *lines]),
@@ -63,7 +74,7 @@ class Page(NamedTuple):
 
 
 class ParityPage(NamedTuple):
-    """The table of adapters by base, stage and sharing; see `Page`."""
+    """The page of adapters, whose table is by base, ZeRO stage and sharding; see `Page`."""
 
     path: Path
     name: str = "parity"
@@ -86,7 +97,7 @@ def _of_key(key: Key) -> list[str]:
 
 def _of_argument(argument: Argument) -> list[str]:
     in_calls = [f"in `handle.sharded_call`: {argument.in_calls}"] if argument.in_calls else []
-    return [*in_calls, *(["models with images or sounds alone"] if argument.of_towers else [])]
+    return [*in_calls, *(["only for models with images or sounds"] if argument.of_towers else [])]
 
 
 PAGES = (
@@ -103,9 +114,9 @@ PAGES = (
         ARGUMENTS,
         _of_argument,
         lambda arguments: (
-            "Pipelines take "
+            f"Pipelines take only {sum(argument.in_pipelines for argument in arguments)} of them: "
             + ", ".join(f"`{name}`" for name, argument in ARGUMENTS.items() if argument.in_pipelines)
-            + f" alone, {sum(argument.in_pipelines for argument in arguments)} of them."
+            + "."
         ),
     ),
     Page(ROOT / "docs" / "adapters.md", "kind", {name: row for name, row in ADAPTERS.items() if "." not in name}),

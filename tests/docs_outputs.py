@@ -1,9 +1,9 @@
-"""Writes what the commands of README.md and docs/ print now into the blocks that show it.
+"""Update the outputs of commands that README.md and docs/ show to what the commands print now.
 
     python -m tests.docs_outputs [PAGE ...]
 
-A page shows some lines of what a command prints. Each shown line that is not printed any more is replaced by the
-printed line that is most like it; tables keep their columns.
+A page shows some of the lines that a command prints. Each shown line that is no longer printed is replaced by the most
+similar printed line; tables keep their columns.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ds_hetero.cli import main
 from tests.markdown import BLOCKS, Block, write_files
 from tests.support import ROOT
 
-LEAST_LIKE = 0.4  # of two lines that are the same one with other numbers
+MIN_SIMILARITY = 0.4  # of two lines that are the same one with other numbers
 
 
 def printed_lines(block: Block) -> list[str]:
-    """Lines that the commands of a block print, without frames of tables."""
+    """Return the lines that the commands of a block print, without the frames of tables."""
     out, here = io.StringIO(), Path.cwd()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(out):
         write_files(block.page, Path(folder))
@@ -46,27 +46,27 @@ def _arguments(command: str) -> list[str]:
 
 
 def _cells(line: str) -> list[str]:
-    """Cells of a printed row, or of a shown one."""
+    """Return the cells of a table's row, printed or shown."""
     if line[:1] in "│┃":
         return [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]
     return re.split(r" {2,}", line.strip())
 
 
 def renewed(shown: list[str], printed: list[str]) -> list[str]:
-    """Return the shown lines as they are printed now, columns of neighbouring rows one below the other."""
+    """Return the shown lines as they are printed now, with columns of neighbouring rows aligned."""
     rows = [_cells(line) for line in printed]
     texts = [" ".join(row) for row in rows]
     out: list[list[str]] = []
-    left, first = set(range(len(texts))), 0
+    unused, first = set(range(len(texts))), 0
     for line in shown:
         words = " ".join(_cells(line))
         scores = [SequenceMatcher(None, words, text, autojunk=False).ratio() for text in texts]
-        best = max(left, key=lambda i: (scores[i] - (0.2 if i < first else 0), -i), default=None)
-        if best is None or scores[best] < LEAST_LIKE:
+        best = max(unused, key=lambda i: (scores[i] - (0.2 if i < first else 0), -i), default=None)
+        if best is None or scores[best] < MIN_SIMILARITY:
             raise SystemExit(f"nothing that is printed is like {line!r}")
         out.append(rows[best] if printed[best][:1] in "│┃" else [printed[best]])
         first = best + 1
-        left.discard(best)
+        unused.discard(best)
     return _aligned(out)
 
 
@@ -87,7 +87,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def renew(page: Path) -> None:
-    """Renew all outputs of a page."""
+    """Update all outputs of a page."""
     for block in [block for block in BLOCKS if block.page == page and block.prints]:
         if block.language != "bash" or block.not_run or block.on_ranks:
             continue
@@ -99,7 +99,7 @@ def renew(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["COLUMNS"] = "200"
+    os.environ["COLUMNS"] = "10000"  # no line is wrapped
     names = [Path(name).resolve() for name in sys.argv[1:]]
     for each in names or sorted({block.page for block in BLOCKS}):
         print(each.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""A bound on the size of files, as a full disk sets one."""
+"""Limit the size of files, to test what happens when a disk is full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Bound every file of this process to 1,000 bytes, pytest's own output among them: around one call only."""
+    """Limit every file of this process to 1,000 bytes, also pytest's own output: use it around a single call."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:

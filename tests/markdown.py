@@ -1,7 +1,7 @@
-"""The fenced blocks of README.md and docs/, and what the tests do with each of them.
+"""Read the fenced blocks of README.md and docs/ for the tests that run them.
 
-A block of commands or Python is run as it stands, unless the line before its fence is one of these comments, which
-readers of the page do not see:
+A block of commands or Python is run as it stands, unless one of these comments is in the line before its fence. Readers
+of the page do not see them:
 
     <!-- not run in tests: REASON -->
     <!-- runs on two CPU ranks in the tests -->
@@ -33,13 +33,13 @@ class Block:
 
     Args:
         page: the file.
-        line: of the fence, from 1.
+        line: of the fence, counted from 1.
         language: as written after the fence.
-        title: the name of the file that the block shows, if it shows one.
+        title: name of the file that the block shows; empty if it shows none.
         text: its content.
-        not_run: the reason for which the tests do not run it.
-        on_ranks: it trains, on two ranks.
-        prints: what the page says that it prints: the block of text that follows.
+        not_run: reason for which the tests do not run it; empty if they do.
+        on_ranks: whether it trains on two ranks.
+        prints: the block of text that follows, which the page says is its output.
     """
 
     page: Path
@@ -58,12 +58,12 @@ class Block:
 
     @property
     def name(self) -> str:
-        """For a test's id."""
+        """Id of the test that runs it."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 def blocks_of(page: Path) -> tuple[Block, ...]:
-    """All fenced blocks of a page, in its order."""
+    """Return all fenced blocks of a page, in order."""
     text = page.read_text()
     matches = list(_FENCE.finditer(text))
     blocks = []
@@ -87,7 +87,7 @@ def blocks_of(page: Path) -> tuple[Block, ...]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Write the files that a page shows into ``folder``, beside links to the clone's own folders."""
+    """Write the files that a page shows into ``folder``, and links to the folders of the clone."""
     for block in blocks_of(page):
         if block.title:
             (folder / block.title).write_text(block.text + "\n")

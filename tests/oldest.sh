@@ -17,4 +17,5 @@ fi
 $environment/bin/python -m pytest --quiet -p no:cacheprovider -m "not slow" \
     -W 'ignore:`torch.jit.script_method` is deprecated:DeprecationWarning' \
     tests/integration/loops/test_plain_loop.py tests/integration/models/test_features.py tests/integration/trainer/test_trainer.py \
-    tests/integration/trainer/test_accelerate.py tests/integration/zero/test_zero3.py tests/integration/zero/test_rare_parameters.py
+    tests/integration/trainer/test_accelerate.py tests/integration/zero/test_zero3.py tests/integration/zero/test_rare_parameters.py \
+    tests/unit/test_framework_surface.py

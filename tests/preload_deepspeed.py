@@ -1,8 +1,8 @@
-"""What the fork server of `support` imports for integration tests, so that no rank has to.
+"""Modules that the fork server of `support` imports for integration tests, so that ranks need not import them.
 
-Importing this also compiles and loads DeepSpeed's shared-memory extension, which DeepSpeed would otherwise do in
-every rank as it starts: over a minute the first time, and a rank killed in the middle leaves a lock behind that hangs
-all later ones.
+The import also compiles and loads DeepSpeed's shared-memory extension. Otherwise every rank would do so at its start:
+it takes over a minute the first time, and a rank that is killed meanwhile leaves a lock behind at which all later ranks
+hang.
 """
 
 from __future__ import annotations

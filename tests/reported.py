@@ -1,4 +1,4 @@
-"""Plans and runs for the tests of the page and the trace, written by the commands that users have."""
+"""Plans and runs for the tests of ``report`` and ``trace``, made by the commands of users."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEQ_LEN = 16384
 
 
 def command(capsys: Any, *arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``ds-hetero``."""
+    """Run ``ds-hetero`` with these arguments; return exit code, stdout and stderr."""
     capsys.readouterr()
     try:
         code = main([str(argument) for argument in arguments])
@@ -33,10 +33,11 @@ def command(capsys: Any, *arguments: object) -> tuple[int, str, str]:
 
 
 def plan_file(capsys: Any, folder: Path, *options: object, cluster: Any = TWO_MACHINES) -> Path:
-    """A plan file of four unlike cards, as ``plan --out`` writes it."""
+    """Write a plan file of four different GPUs by ``plan --out``."""
     (folder / "cluster.json").write_text(json.dumps(cluster))
     out = folder / "plan.json"
     usual = ("--model", "llama-3.2-1b", "--seq-len", SEQ_LEN, "--out", out)
+    usual = (*usual, "--parallel", "sequence", "--zero-stage", "3")
     code, _, err = command(capsys, "plan", "--cluster", folder / "cluster.json", *usual, *options)
     assert code == 0, err
     return out
@@ -49,7 +50,7 @@ def described(path: Path) -> DescribedPlan:
 
 
 def run_of(plan: DescribedPlan, path: Path) -> RunFile:
-    """A run of a plan of one replica that took 10 % longer than predicted, with a trace of two layers."""
+    """Return a run of a plan of one replica that took 10 % longer than predicted, with a trace of two layers."""
     step_s = 1.1 * plan.cost_of(0).predict(plan.schedule_of(0)).iteration_s
     ranks = tuple(
         MeasuredRank(
@@ -89,7 +90,7 @@ def run_of(plan: DescribedPlan, path: Path) -> RunFile:
 
 
 def _ranges(step_s: float) -> Iterator[TracedRange]:
-    """Two layers, forward and backward, each a quarter of nine tenths of the step; the optimizer is the rest."""
+    """Yield traced ranges of a step: two layers, forward and backward, take 9/10 of it, the optimizer the rest."""
     part = 0.9 * step_s / 4
     names = {"forward": ("gather_sequence", "attention", "ring_wait", "attention", "scatter_output")}
     names["backward"] = ("gather_output_heads", "attention_backward", "ring_finish", "attention_backward")

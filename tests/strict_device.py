@@ -15,7 +15,7 @@ idle        A kernel that waits for a peer keeps the device from being idle. Wha
             memory back (cudaFree), the loading of a module, ``synchronize()``, stands still until all that is posted is
             over (CUDA C programming guide, "Lazy Loading", "Concurrent execution"; NVIDIA/nccl#1766). So what is posted
             has to be over without anything that this rank does later: `need_idle` and `allocating_by_free`.
-counters    torch's flight recorder counts what was posted and what is over (`ds_hetero.runtime.peers.posted`).
+counters    torch's flight recorder counts what was posted and what is over (`ds_hetero.runtime.peers.posted_calls`).
 
 Other threads than the main one wait where they are, as on gloo.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -31,23 +32,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _stock_wait = dist.Work.wait
-_FOLDER_OF_TORCH = Path(dist.__file__).parent
+_TORCH_DISTRIBUTED = Path(dist.__file__).parent
 
 
 class Locked(RuntimeError):
-    """The host of a rank waits for what does not come."""
+    """The host of a rank waits for a call that never ends."""
 
 
 class _Posted:
-    """A call of this rank that may not be over."""
+    """A call of this rank that may not have ended."""
 
     def __init__(self, work: Any, group: str, what: str, storages: set[int], is_message: bool) -> None:
         self.work, self.group, self.what, self.storages = work, group, what, storages
@@ -56,7 +58,7 @@ class _Posted:
         self.is_over = self._is_lost = False
 
     def look(self) -> bool:
-        """Whether it is over; gloo's messages tell that to who waits for them alone."""
+        """Return whether the call has ended; gloo reports the end of a message only to a thread that waits for it."""
         if not (self.is_over or self._is_lost or self._is_message) and self.work.is_completed():
             try:
                 _stock_wait(self.work)
@@ -67,10 +69,10 @@ class _Posted:
 
 
 class Device:
-    """What this rank has posted.
+    """The calls that this rank has posted to its device.
 
     Args:
-        lock_s: after which a wait is called a lock; None where nothing is raised, however long it takes.
+        lock_s: seconds after which a wait is reported as a lock; None to wait without a limit.
     """
 
     def __init__(self, lock_s: float | None) -> None:
@@ -81,31 +83,31 @@ class Device:
         self._allocates_by_free = False
 
     def post(self, work: Any, group: str, what: str, tensors: Any, is_message: bool = False) -> Any:
-        """Note a call; return its work."""
+        """Record a posted call; return its work."""
         if work is not None and threading.current_thread() is threading.main_thread():
             self._by_work[id(work)] = _Posted(work, group, what, _storages(tensors), is_message)
             self._num_posted[group] += 1
         return work
 
     def before_posting(self, tensors: Any) -> None:
-        """Let gloo see the result of what ``tensors`` depend on; a device would, by the order of its streams."""
+        """Wait for the operators that ``tensors`` depend on, so that gloo reads their results; a device has streams."""
         if self._stream and any(posted.storages & _storages(tensors) for posted in self._stream):
             self.drain()
 
     def drain(self) -> None:
-        """Wait for all that the stream waits for."""
+        """Wait for all calls that the current stream waits for."""
         while self._stream:
             self._finish(self._stream[0])
             self._by_work.pop(id(self._stream.popleft().work), None)
 
     def need_idle(self, what: str = "cudaFree") -> None:
-        """Wait for all that was posted. Raises `Locked`: it needs something that this rank would do later."""
+        """Wait for all posted calls. Raises `Locked`: one of them waits for a later action of this rank."""
         self.drain()
         for posted in list(self._by_work.values()):
             self._finish(posted, f"{what} needs an idle device, which waits for ")
 
     def record(self, *args: object) -> bytes:
-        """The counters, as torch's flight recorder of NCCL writes them."""
+        """Return the counters as torch's flight recorder of NCCL writes them."""
         unfinished = Counter(posted.group for posted in list(self._by_work.values()) if not posted.look())
         status = {
             str(number): {"last_enqueued_collective": str(of), "last_completed_collective": str(of - unfinished[group])}
@@ -127,7 +129,7 @@ class Device:
             posted.is_over = True
 
     def _waited(self, work: Any, *args: Any, **kwargs: Any) -> bool:
-        """In the place of ``Work.wait``."""
+        """Replace ``Work.wait``: let the stream wait for the work, and return at once."""
         posted = self._by_work.get(id(work))
         if posted is None or threading.current_thread() is not threading.main_thread():
             return bool(_stock_wait(work, *args, **kwargs))
@@ -141,7 +143,7 @@ class Device:
         return True
 
     def install(self) -> None:
-        """Let the main thread keep the rules; there is no way back."""
+        """Apply the rules to the main thread, until the process ends."""
         waited = self._waited
 
         @functools.wraps(dist.Work.wait)
@@ -167,7 +169,7 @@ class Device:
         return read
 
     def before_operator(self) -> None:
-        """What has to be over before an operator runs."""
+        """Wait for the calls that have to end before an operator runs."""
         if self._allocates_by_free:
             self.need_idle()
         elif self._stream:
@@ -175,7 +177,7 @@ class Device:
 
     @contextmanager
     def allocating_by_free(self) -> Iterator[None]:
-        """Let memory be short: every operator gives some back before it takes its own."""
+        """Simulate little memory: every operator frees memory before it allocates, which needs an idle device."""
         self._allocates_by_free = True
         try:
             yield
@@ -194,9 +196,9 @@ class _Operators(TorchDispatchMode):
 
 
 def _as_tensors(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments of an operator of one tensor; a number that autograd keeps as a tensor arrives here as a number.
+    """Convert arguments of an operator with one tensor: a number that autograd keeps as a tensor arrives as a number.
 
-    Beside a tensor it stays a number, which does not decide the dtype of the result.
+    A number beside a tensor stays a number, so that it does not decide the dtype of the result.
     """
     first = func._schema.arguments[0] if func._schema.arguments else None
     if first is None or str(first.type) != "Tensor" or not isinstance(args[0], (int, float)) or len(args) > 1:
@@ -213,24 +215,33 @@ def _storages(tensors: Any) -> set[int]:
 
 
 def _block(call: Callable[..., Any], *args: Any) -> None:
-    """Make a call that blocks; the thread stands here, in no function of torch.distributed."""
+    """Make a blocking call; stacks of the thread end here, in no function of torch.distributed."""
     call(*args)
 
 
 def block_inside_torch(call: Callable[..., Any], *args: Any) -> None:
-    """Make a call that blocks; the thread stands here, in a function that seems to be of torch.distributed."""
-    call(*args)
+    """Make a call that blocks; the thread seems to stand in the function of torch.distributed that it has called."""
+    code = _of_torch(_block.__code__).replace(co_name=_public_call())
+    FunctionType(code, globals())(call, *args)
+
+
+def _public_call() -> str:
+    """Name of the innermost function of torch.distributed that this thread is in, such as "barrier"."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != distributed_c10d.__file__:
+        frame = frame.f_back
+    return "wait" if frame is None else frame.f_code.co_name
 
 
 def seem_of_torch(*functions: Any) -> None:
-    """Let stacks show the code of ``functions`` as torch's: by the file `ds_hetero.runtime.peers.stack` judges."""
+    """Let stacks show these functions as code of torch: `ds_hetero.runtime.peers.stack` judges by the file."""
     for function in functions:
         function.__code__ = _of_torch(function.__code__)
 
 
 def _of_torch(code: CodeType) -> CodeType:
     inner = tuple(_of_torch(const) if isinstance(const, CodeType) else const for const in code.co_consts)
-    return code.replace(co_filename=str(_FOLDER_OF_TORCH / Path(code.co_filename).name), co_consts=inner)
+    return code.replace(co_filename=str(_TORCH_DISTRIBUTED / Path(code.co_filename).name), co_consts=inner)
 
 
 def _stand_still(block: Callable[..., None]) -> None:

@@ -36,40 +36,40 @@ from tests.strict_device import Device, Locked, block_inside_torch, seem_of_torc
 
 LOCK_S = 20.0  # ranks of a busy machine may be late by some seconds
 
-_MADE_OF_MESSAGES = ("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter")
+_COLLECTIVES_OF_MESSAGES = ("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter")
 
 
 class _End(NamedTuple):
-    """One end of a connection to be made, as a rank sees it."""
+    """A connection to be made, as one of its two ranks sees it."""
 
     sends: bool
     peer: int  # rank in the group
 
 
 class _Notes:
-    """Notes that ranks leave each other in a folder."""
+    """Notes that ranks leave each other as files in a folder."""
 
     def __init__(self, folder: Path, rank: int, lock_s: float | None) -> None:
         self._folder, self._rank, self._lock_s = folder, rank, lock_s
         folder.mkdir(exist_ok=True)
 
     def leave(self, name: str, text: str = "") -> None:
-        """Leave a note, which appears at once as a whole."""
+        """Write a note; it appears at once and complete."""
         path = self._path(name)
         part = path.with_name(f"{path.name}.{self._rank}")
         part.write_text(text)
         part.rename(path)
 
     def await_note(self, name: str, what: str) -> str:
-        """Return a note when it is there. Raises `Locked`: it does not come; names what all ranks wait for."""
-        path, own = self._path(name), self._folder / f"waits{self._rank}"
+        """Wait for a note and return it. Raises `Locked` if it does not come, with what every rank waits for."""
+        path, waiting_note = self._path(name), self._folder / f"waits{self._rank}"
         if not _appears(path, 1.0):
-            own.write_text(f"rank {self._rank} waits for {what}\n{_stack()}")
+            waiting_note.write_text(f"rank {self._rank} waits for {what}\n{_stack()}")
             if not _appears(path, self._lock_s):
                 time.sleep(0.5)  # others write theirs
-                waits = "\n".join(each.read_text() for each in sorted(self._folder.glob("waits*")))
+                waits = "\n".join(note.read_text() for note in sorted(self._folder.glob("waits*")))
                 raise Locked(f"locked for {self._lock_s:g} s; all waits:\n{waits}")
-            own.unlink()
+            waiting_note.unlink()
         return path.read_text()
 
     def _path(self, name: str) -> Path:
@@ -77,7 +77,7 @@ class _Notes:
 
 
 def _appears(path: Path, limit_s: float | None) -> bool:
-    """Wait for a file, for ever without a limit, in one call that seems to be of torch.distributed; whether it came."""
+    """Wait until a file exists, in one call that seems to be torch.distributed's; return False at the limit, if any."""
     if path.exists():
         return True
     came, waited = [False], threading.Lock()
@@ -96,7 +96,7 @@ def _appears(path: Path, limit_s: float | None) -> bool:
 
 
 class _Rules:
-    """What this rank has connected and made."""
+    """The communicators and connections of this rank so far."""
 
     def __init__(self, notes: _Notes) -> None:
         self._notes = notes
@@ -106,54 +106,54 @@ class _Rules:
         self.in_batch = False
 
     def connect(self, group: Any, ends: list[_End]) -> None:
-        """Connect those of a batch that are not connected."""
+        """Connect the pairs of a batch that are not connected yet."""
         self.use(group)
-        name, own, size = group.group_name, group.rank(), group.size()
-        new = [end for end in dict.fromkeys(ends) if end.peer != own and (name, end) not in self._connected]
+        name, rank, size = group.group_name, group.rank(), group.size()
+        new = [end for end in dict.fromkeys(ends) if end.peer != rank and (name, end) not in self._connected]
         if not new:
             return
         self._connected.update((name, end) for end in new)
         for i in range(1, size):
-            before, after = (own - i) % size, (own + i) % size
+            before, after = (rank - i) % size, (rank + i) % size
             if before == after:
                 self._connect_opposite(group, before, new)
                 continue
             ends_of_round = [end for end in (_End(False, before), _End(True, after)) if end in new]
             for end in ends_of_round:
-                self._notes.leave(f"{name}/end/{own}-{end.peer}-{end.sends}")
+                self._notes.leave(f"{name}/end/{rank}-{end.peer}-{end.sends}")
             for end in reversed(ends_of_round):  # a send is answered before a receive is looked for
                 other = "receive" if end.sends else "send"
                 what = f"the first {other} of rank {_global(group, end.peer)} on {_described(group)}"
-                self._notes.await_note(f"{name}/end/{end.peer}-{own}-{not end.sends}", what)
+                self._notes.await_note(f"{name}/end/{end.peer}-{rank}-{not end.sends}", what)
         for end in new:
-            self._notes.leave(f"{name}/done/{own}-{end.peer}-{end.sends}")
+            self._notes.leave(f"{name}/done/{rank}-{end.peer}-{end.sends}")
         for end in new:
             what = f"rank {_global(group, end.peer)} to have connected the rest of its batch on {_described(group)}"
-            self._notes.await_note(f"{name}/done/{end.peer}-{own}-{not end.sends}", what)
+            self._notes.await_note(f"{name}/done/{end.peer}-{rank}-{not end.sends}", what)
 
     def _connect_opposite(self, group: Any, peer: int, new: list[_End]) -> None:
-        """The round in which both neighbours are one rank: the two tell each other all that they connect."""
+        """Connect to the peer that is both neighbours in its round; the two exchange all that they connect."""
         receives, sends = _End(False, peer) in new, _End(True, peer) in new
         if not (receives or sends):
             return
-        name, own = group.group_name, group.rank()
+        name, rank = group.group_name, group.rank()
         self._batches[name, peer] += 1
         turn = self._batches[name, peer]
-        self._notes.leave(f"{name}/both/{own}-{peer}-{turn}", f"{receives} {sends}")
+        self._notes.leave(f"{name}/both/{rank}-{peer}-{turn}", f"{receives} {sends}")
         what = f"the first messages of rank {_global(group, peer)} on {_described(group)}"
-        theirs = self._notes.await_note(f"{name}/both/{peer}-{own}-{turn}", what)
+        theirs = self._notes.await_note(f"{name}/both/{peer}-{rank}-{turn}", what)
         if theirs != f"{sends} {receives}":
             raise Locked(
-                f"Message truncated: rank {_global(group, own)} connects (receives {receives}, sends {sends}) with "
+                f"Message truncated: rank {_global(group, rank)} connects (receives {receives}, sends {sends}) with "
                 f"rank {_global(group, peer)} on {_described(group)}, which connects (receives, sends) {theirs}"
             )
 
     def use(self, group: Any) -> None:
-        """The first call on a group makes its communicator."""
+        """Make the communicator of a group, at its first call."""
         self._by_all(group, "communicator", "make its first call, which makes the communicator,")
 
     def collective(self, group: Any, kind: str) -> None:
-        """The first collective of a kind connects all ranks."""
+        """Connect all ranks of a group, at its first collective of a kind."""
         self.use(group)
         self._by_all(group, kind, f"make its first {kind}")
 
@@ -182,7 +182,7 @@ def _described(group: Any) -> str:
 
 
 def _stack() -> str:
-    """Where the rank is, without this file and what starts ranks."""
+    """Return where the rank is, without frames of this file and of the code that starts ranks."""
     hidden = ("/strict_group.py", "multiprocessing", "frozen", "tests/support")
     frames = [frame for frame in traceback.extract_stack() if not any(part in frame.filename for part in hidden)]
     lines = [f"    {frame.filename.split('/site-packages/')[-1]}:{frame.lineno} {frame.name}" for frame in frames]
@@ -201,7 +201,7 @@ def install(folder: str, rank: int) -> Device:
 
     from ds_hetero.runtime import replica
     from ds_hetero.runtime.attention import channel
-    from ds_hetero.runtime.peers.posted import COLLECTIVES
+    from ds_hetero.runtime.peers.posted_calls import COLLECTIVES
     from ds_hetero.runtime.pipeline import runner
 
     lock_s = float(os.environ.get("STRICT_GROUP_LOCK_S", LOCK_S)) or None
@@ -242,7 +242,7 @@ def install(folder: str, rank: int) -> Device:
     def collective(original: Any, name: str) -> Any:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             device.before_posting(args)
-            if name in _MADE_OF_MESSAGES:
+            if name in _COLLECTIVES_OF_MESSAGES:
                 rules.connect(group, list(_messages(name, group, args)))
             else:
                 rules.collective(group, name)
@@ -265,7 +265,7 @@ def install(folder: str, rank: int) -> Device:
 
 
 def own_device() -> Device:
-    """The device of a rank that keeps the rules, for tests to use up its memory."""
+    """Return the device of a rank that keeps the rules; tests use up its memory."""
     import torch.distributed as dist
 
     device: Device = dist.Work.wait.device  # type: ignore[attr-defined]
@@ -273,8 +273,8 @@ def own_device() -> Device:
 
 
 def _messages(name: str, group: Any, args: Any) -> Iterator[_End]:
-    """The messages that torch's NCCL backend makes of a call."""
-    size, own = group.size(), group.rank()
+    """Yield the messages that torch's NCCL backend makes of a call."""
+    size, rank = group.size(), group.rank()
     if name in ("alltoall_base", "all_to_all_single"):
         output, source, received, sent = args[:4]
         for peer in range(size):
@@ -289,9 +289,9 @@ def _messages(name: str, group: Any, args: Any) -> Iterator[_End]:
     else:
         root = next(arg.rootRank for arg in args if hasattr(arg, "rootRank"))
         to_root = name == "gather"
-        peers = range(size) if own == root else [root]
+        peers = range(size) if rank == root else [root]
         for peer in peers:
-            yield _End(to_root == (own != root), peer)
+            yield _End(to_root == (rank != root), peer)
 
 
 seem_of_torch(_appears, _Notes.await_note)

@@ -1,4 +1,4 @@
-"""Ranks for tests: ``run_ranks`` (torch.distributed on gloo) and ``run_deepspeed`` (an environment like a launcher's).
+"""Run functions on ranks in tests: `run_ranks` on gloo, `run_deepspeed` in an environment like that of a launcher.
 
     def test_sum():
         assert run_ranks(_sum, 3, 10) == [33, 33, 33]
@@ -8,10 +8,10 @@
         dist.all_reduce(x)
         return x.item()
 
-Ranks are forked from a server that has torch loaded already, one per test session, so a call costs about a tenth of a
-second and not an import of torch per rank. `start_server` starts it ahead, with DeepSpeed and transformers in it too
-where integration tests will want them. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is
-filled with NaN. What a rank prints is shown as the test's own output.
+Ranks are forked from a server that has imported torch, one per test session, so that a call takes about a tenth of a
+second. `start_server` starts it in advance, for integration tests with DeepSpeed and transformers imported. Every rank
+runs one thread, in deterministic mode, in which ``torch.empty`` is filled with NaN. The output of ranks is shown as
+that of the test.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run_deepspeed(
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended that nobody looked after.
+    """How a rank ended.
 
     Args:
         code: its exit code; negative for a signal.
@@ -133,16 +133,16 @@ class Ending:
 def run_to_the_end(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240, env: Mapping[str, str] | None = None
 ) -> list[Ending]:
-    """Like `run_deepspeed`, for ranks that end as scripts do: errors go to ``sys.excepthook``, exit functions run."""
+    """Run like `run_deepspeed`, but end ranks as scripts end: errors go to ``sys.excepthook``, exit functions run."""
     return run_deepspeed(_to_the_end, world_size, fn, args, timeout_s=timeout_s, env=env)
 
 
 def start_server(modules: Sequence[str], *, deepspeed: bool) -> None:
-    """Start the server that ranks are forked from, so that no test's timeout has to bear it.
+    """Start the server that ranks are forked from, so that its start counts for no test's timeout.
 
     Args:
-        modules: the tests' own, which ranks would import one after the other otherwise.
-        deepspeed: have DeepSpeed and transformers in it. The first time in a clone this compiles DeepSpeed's
+        modules: modules of the tests, which every rank would import otherwise.
+        deepspeed: import DeepSpeed and transformers, too. The first time in a clone this compiles DeepSpeed's
             shared-memory extension.
     """
     if deepspeed:
@@ -199,7 +199,7 @@ def _run(
 
 
 def _broken_rules(folder: str, world_size: int) -> str:
-    """What breaks NCCL's rules in what the ranks have recorded; empty if nothing does, or not all have recorded."""
+    """Return how the recorded calls of the ranks break NCCL's rules; empty if they do not, or a record is missing."""
     files = [Path(folder, f"events{rank}") for rank in range(world_size)]
     if not all(file.exists() for file in files):
         return ""
@@ -207,13 +207,13 @@ def _broken_rules(folder: str, world_size: int) -> str:
 
 
 def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout_s: float) -> dict[int, tuple[bool, Any]]:
-    """Outcomes by rank, in the order in which they came: ``(True, pickled result)`` or ``(False, what went wrong)``."""
+    """Return the outcome of every rank, in order of arrival: ``(True, pickled result)`` or ``(False, error text)``."""
     outcomes: dict[int, tuple[bool, Any]] = {}
     running = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     deadline = time.monotonic() + timeout_s
     reason = f"still running after timeout_s={timeout_s}"
-    while running and (left := deadline - time.monotonic()) > 0:
-        for receiver in wait(list(running), timeout=left):
+    while running and (remaining_s := deadline - time.monotonic()) > 0:
+        for receiver in wait(list(running), timeout=remaining_s):
             rank = running.pop(receiver)
             try:
                 outcomes[rank] = receiver.recv()
@@ -247,7 +247,7 @@ def _report(fn: Callable[..., Any], world_size: int, failures: dict[int, str], o
 
 
 def _last_words(output: str) -> str:
-    """The end of an output; of a crash the beginning of its report, where the stack of the thread is."""
+    """Return the end of a rank's output; of a crash report the beginning, which has the stack of the thread."""
     crash = output.rfind("Fatal Python error")
     return output[-4000:] if crash < 0 else output[crash:][:8000]
 
@@ -287,11 +287,16 @@ def _rank_main(
     try:
         result = pickle.dumps(body(fn, rank, world_size, args, timeout_s, folder))
         sender.send((True, result))
+        succeeded = True
     except BaseException:
         sender.send((False, traceback.format_exc()))
+        succeeded = False
     sender.close()
     sys.stdout.flush()
     sys.stderr.flush()
+    if succeeded:
+        # A peer may still be connecting to this rank, and would report it as gone: `_run` ends all ranks at once.
+        time.sleep(timeout_s)
     os._exit(0)  # the interpreter's own way out takes longer than most tests
 
 
@@ -311,8 +316,13 @@ def _in_process_group(
 
 
 def is_strict() -> bool:
-    """Whether every run of ranks is to be strict: ``STRICT_GROUP=1 bash tests/run.sh tests/dist``."""
+    """Return whether every run of ranks is strict: ``STRICT_GROUP=1 bash tests/run.sh tests/dist``."""
     return os.environ.get("STRICT_GROUP") == "1"
+
+
+def half_of(nodeid: str) -> int:
+    """Half of the suite that a test belongs to, 0 or 1; the same on every machine and in every run."""
+    return zlib.crc32(nodeid.encode()) % 2
 
 
 def _strict(
@@ -324,7 +334,7 @@ def _strict(
     timeout_s: float,
     folder: str,
 ) -> Any:
-    """What ``body`` returns on a rank that blocks where one on NCCL would."""
+    """Run ``body`` on a rank that blocks where a rank on NCCL would block; return its result."""
     from tests.strict_group import install
 
     device = install(folder, rank)
@@ -344,7 +354,7 @@ def _recorded(
     timeout_s: float,
     folder: str,
 ) -> Any:
-    """What ``body`` returns; everything that the rank posted is left in a file, also if it fails."""
+    """Run ``body``, and write every call that the rank posts to a file, also if it fails; return its result."""
     from benchmarks.proof.recording import recording
 
     with recording() as events:

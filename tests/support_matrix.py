@@ -1,8 +1,8 @@
-"""What works, is refused, is wrong or is untested: the rows of docs/support.md, each with its evidence.
+"""The tables of support: which models, loops and features work, are refused, wrong or untested, with evidence.
 
-    python -m tests.support_matrix          # writes the tables into docs/support.md
+    python -m tests.support_matrix          # writes the tables into docs/
 
-`tests/unit/test_docs_pages.py` checks that the page holds these tables, that every test named here exists, and that
+`tests/unit/test_docs_pages.py` checks that the pages hold these tables, that every test named here exists, and that
 every model of `tests/integration/models/test_models.py` has a row.
 """
 
@@ -11,20 +11,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.integration.architectures import CAUSAL, MASKED
+from tests.planned_table import render_planned
 from tests.support import ROOT
 from tests.sweep_table import folded, listed, render_sweep
 
-PAGE = ROOT / "docs" / "support.md"
+PAGES = {
+    ROOT / "docs" / "support.md": ("legend", "models"),
+    ROOT / "docs" / "support-loops.md": ("loops",),
+    ROOT / "docs" / "support-features.md": ("features",),
+    ROOT / "docs" / "architectures.md": ("sweep", "planned"),
+}
 
 STATUS = {
-    "tested": "a test holds it to one process in every run",
-    "tried": "equal to one process when it was tried by hand at revision 7d369da or later; no test holds it",
-    "self-checked": "outputs and gradients of a short piece equal those of one process, in a test of CI",
-    "refused": "stops at the start, or at the first forward, with a message that names the reason",
+    "tested": "CI compares it with a single-process run",
+    "tried": "equal to one process when tried by hand; no test repeats it",
+    "self-checked": "CI compares outputs and gradients of a short batch with one process",
+    "refused": "stops at the start or first forward; the message names the reason",
     "fails": "stops with an error that does not name the reason",
-    "wrong": "**wrong today, without an error: do not use it**",
+    "wrong": "**wrong results without an error: do not use it**",
     "untested": "nobody has tried it",
 }
 
@@ -38,7 +45,7 @@ class Row:
         status: a key of `STATUS`.
         tests: ``file::function`` of the tests that show it.
         cases: names in ``MODELS`` or ``REFUSED`` of tests/integration/models/test_models.py.
-        types: of models, as in config.json, which the page folds up below ``what``.
+        types: of models, as in config.json, which the page folds up below the table.
         note: for the reader.
     """
 
@@ -94,7 +101,7 @@ def _self_checked(what: str, *cases: str, note: str = "") -> Row:
         status="refused",
         tests=(_SELF_CHECK,),
         cases=cases,
-        note=f"by the self-check, at the first batch: {note}",
+        note=f"self-check, first batch: {note}",
     )
 
 
@@ -113,105 +120,104 @@ _MODEL_ROWS = (
     _model("Mistral with sliding windows", "mistral window"),
     _model("Mixtral", "mixtral"),
     _model(
-        "a router's auxiliary loss, over the whole replica: Mixtral, Qwen3-MoE and the others whose file has "
-        "transformers' `load_balancing_loss_func`",
+        "auxiliary loss of MoE routers: Mixtral, Qwen3-MoE ...",
         "mixtral router loss",
         "qwen3 moe router loss",
-        note="over accumulated batches added up under the Trainer and averaged under TRL, as on one process; in loops "
-        "of your own weighted as the tokens of its batch",
+        note="[notes](#notes-on-models)",
     ),
     _model(
         "Gemma 2 with soft-capping",
         "gemma2 softcap",
-        note="`eager`; left padding that predicts a label reaches the loss, and is told",
+        note="`eager` attention; left padding: [notes](#notes-on-models)",
     ),
     _model("Gemma 3, text", "gemma3"),
-    _model("gpt-oss, with attention sinks", "gpt-oss sinks", note="`eager`; plain, padded, packed"),
-    _model("DeepSeek-V3, with latent attention", "deepseek mla"),
+    _model("gpt-oss with attention sinks", "gpt-oss sinks", note="`eager` attention; plain, padded, packed"),
+    _model("DeepSeek-V3 with latent attention", "deepseek mla"),
     _model(
-        "rotary embeddings that depend on the length (`dynamic`, `longrope`)",
+        "RoPE that depends on the length (`dynamic`, `longrope`)",
         "dynamic rope",
         "longrope",
-        note="from the largest position of the whole batch; not inside pipeline stages",
+        note="largest position of the whole batch; not in pipeline stages",
     ),
-    _model("BERT, masked language model", "bert"),
+    _model("BERT as masked language model", "bert"),
     _model("GPT-2", "gpt2"),
     Row(
-        what="gated linear attention beside full attention: Qwen3-Next, Qwen3.5 (text), OLMo-Hybrid, Kimi-Linear",
+        what="linear attention: Qwen3-Next, Qwen3.5 (text), OLMo-Hybrid, Kimi-Linear",
         status="tested",
         tests=(_RECURRENT,),
-        note="plain, padded, packed, recomputed; kernels of torch, those of flash-linear-attention are untried",
+        note="custom loops; accelerate 1.15 and the Trainer refuse shared sequences: [notes](#notes-on-models)",
     ),
     Row(
-        what="Mamba-2 beside attention: Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2",
+        what="Mamba-2 hybrids: Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2",
         status="tested",
         tests=(_RECURRENT,),
-        note="likewise; those of mamba-ssm are untried",
+        note="custom loops; accelerate 1.15 and the Trainer refuse all but Falcon-H1: [notes](#notes-on-models)",
     ),
-    Row(what="short convolutions beside attention: LFM2", status="tested", tests=(_RECURRENT,)),
+    Row(what="short convolutions: LFM2", status="tested", tests=(_RECURRENT,)),
     Row(
-        what="images before a text decoder: Qwen2.5-VL, Qwen3-VL, Qwen3.5, LLaVA, SmolVLM",
+        what="images and text: Qwen2.5-VL, Qwen3-VL, Qwen3.5, LLaVA, SmolVLM",
         status="tested",
         tests=(_TOWERS, _TOWERS_CHECKED, _TOWERS_TRAINED),
-        note="towers run whole on every rank; plain, padded, recomputed, rotary positions of several axes; videos are "
-        "untried",
+        note="plain, padded, recomputed; videos are untested",
     ),
     Row(
-        what="sounds before a text decoder: Qwen2-Audio, Voxtral",
+        what="audio and text: Qwen2-Audio, Voxtral",
         status="tested",
         tests=(_TOWERS, _TOWERS_CHECKED),
-        note="likewise",
+        note="plain, padded, recomputed",
     ),
     Row(
-        what="passed by the self-check, tiny and random, fp32 and bf16, plain, packed and padded",
+        what="decoders that pass the self-check",
         types=tuple(CAUSAL),
         status="self-checked",
         tests=(_BREADTH,),
-        note="types as in config.json; left padding reaches the loss of `gemma2`, `vaultgemma` and the BERT-like ones, "
-        "as a warning says",
+        note="fp32 and bf16; plain, packed, padded; left padding: [notes](#notes-on-models)",
     ),
     Row(
-        what="masked, likewise",
+        what="masked language models that pass the self-check",
         types=tuple(MASKED),
         status="self-checked",
         tests=(_BREADTH,),
+        note="fp32 and bf16; plain, packed, padded",
     ),
-    _model("OPT, all sizes", "opt", note="positions by its mask, as it counts them"),
+    _model("OPT, all sizes", "opt", note="counts positions from the attention mask, as OPT does"),
     _model(
         "RoBERTa, XLM-R (XL too), X-MOD, CamemBERT, Roberta-PreLayerNorm, Data2Vec-Text, ESM",
         "roberta",
         "roberta decoder",
         "esm",
-        note="positions from `padding_idx + 1`, as they count them; padding needs an `attention_mask`",
+        note="positions start at `padding_idx + 1`; padding needs an `attention_mask`",
     ),
-    _self_checked("ESM-2 with `token_dropout`", "esm token dropout", note="a share of the sequence"),
+    _self_checked(
+        "ESM-2 with `token_dropout`", "esm token dropout", note="depends on the whole sequence's share of masks"
+    ),
     _self_checked("MobileBERT", "mobilebert", note="its embedding reads neighbouring tokens"),
     _self_checked(
         "`ElectraForPreTraining`",
         "electra",
-        note="labels are moved although they are in place; `BertForPreTraining`'s second label is refused by name",
+        note="its labels must not be shifted",
     ),
-    _self_checked("`GPT2DoubleHeadsModel`", "gpt2 double heads", note="labels are moved twice"),
-    _refused("dropout inside attention", "dropout", note="set it to 0"),
+    _self_checked("`GPT2DoubleHeadsModel`", "gpt2 double heads", note="its labels would be shifted twice"),
+    _refused("attention dropout", "dropout", note="set it to 0"),
     _refused(
-        "a router's auxiliary loss, in models with images",
+        "auxiliary loss of routers in models with images",
         "router loss with images",
         note="set `router_aux_loss_coef` to 0",
     ),
     Row(
-        what="sequence classification and rewards on decoders (`...ForSequenceClassification`), by sharded calls",
+        what="decoder `...ForSequenceClassification`, rewards too, by sharded calls",
         status="tested",
         tests=("tests/integration/loops/test_sharded_call.py::test_a_classifier_trains_as_on_one_process",),
-        note="whole batches; a batch of `handle.dataloader` is refused",
+        note="whole batches only; batches of `handle.dataloader` are refused",
     ),
     _refused("heads that pool over the sequence: question answering, multiple choice", "pooling"),
-    _refused("classification behind an encoder's pooler", "pooler"),
+    _refused("classification on an encoder's pooler", "pooler"),
     _refused("encoder-decoders: T5, BART, M2M, Pegasus ...", "encoder-decoder"),
     _refused("recurrent layers: Mamba, RWKV, RecurrentGemma ...", "recurrent"),
     _refused(
-        "state spaces of the first kind: Jamba, Zamba, FalconMamba",
+        "Mamba-1 hybrids: Jamba, Zamba, FalconMamba",
         "state space of the first kind",
-        note="the scan of Mamba-1 cannot be split by heads",
+        note="the Mamba-1 scan cannot be split by heads",
     ),
     _refused("chunked attention: Llama 4", "chunks"),
     Row(
@@ -220,29 +226,32 @@ _MODEL_ROWS = (
         tests=(
             "tests/integration/models/test_adapters.py::test_kinds_that_are_called_refused_end_the_start_on_every_rank",
         ),
-        note="[all kinds](adapters.md)",
+        note="[all adapters](adapters.md)",
     ),
     _refused(
-        "images that see in both directions: Gemma 3 with images, PaliGemma",
+        "bidirectional image tokens: Gemma 3 with images, PaliGemma",
         "masks by blocks of images",
         "images before a prefix",
-        note="text alone too",
+        note="with text alone too",
     ),
     _refused("cross attention to images: Mllama", "cross attention to images"),
-    _refused("attention of their own: BLOOM, MPT, Falcon, GPT-J, CodeGen, XGLM, DeBERTa, Longformer, BigBird ..."),
+    _refused(
+        "custom attention code: BLOOM, MPT, Falcon, GPT-J, DeBERTa, BigBird ...",
+        note="transformers cannot replace their attention",
+    ),
     _refused("sparse and indexed attention: DeepSeek-V3.2, GLM-DSA, dots3"),
-    _refused("sliding windows in both directions: ModernBERT, NeoMME, UltraBERT", "windows in both directions"),
-    _refused("JetMoe", "keys repeated by experts", note="experts share keys"),
-    _refused("Doge", "masks by content", note="chooses keys by their content"),
-    Row(what="DBRX, Gemma 3n with images (neither is built tiny here)", status="untested"),
+    _refused("bidirectional sliding windows: ModernBERT, NeoMME, UltraBERT", "windows in both directions"),
+    _refused("JetMoe", "keys repeated by experts", note="its experts share keys"),
+    _refused("Doge", "masks by content", note="chooses keys by content"),
+    Row(what="DBRX, Gemma 3n with images", status="untested", note="the tests have no tiny model of them"),
 )
 
 _LOOP_ROWS = (
     Row(
-        what="HF Trainer: one replica, two replicas, a rank without tokens; ZeRO 1 to 3",
+        what="HF Trainer, ZeRO 1 to 3: one or two replicas, a rank without tokens",
         status="tested",
         tests=(_TRAINER, "tests/integration/trainer/test_trainer.py::test_resume_under_another_schedule"),
-        note="resumes in mid-epoch under another schedule",
+        note="resumes mid-epoch under another schedule; [notes](#notes-on-loops-and-trainers)",
     ),
     Row(
         what="TRL SFTTrainer with packing",
@@ -250,32 +259,40 @@ _LOOP_ROWS = (
         tests=("tests/integration/trainer/test_trainer.py::test_trl_trains_packed_documents_as_one_process",),
     ),
     Row(
-        what="`placement: documents`: own loop, HF Trainer, flattening collator, TRL packing, padded rows",
+        what="`placement: documents`: custom loop, HF Trainer, TRL",
         status="tested",
         tests=(
             "tests/integration/loops/test_documents.py::test_a_plain_loop_trains_as_one_process",
             "tests/integration/trainer/test_trainer.py::test_flattened_documents_train_and_resume_as_on_one_process",
             "tests/integration/trainer/test_trainer.py::test_trl_trains_packed_documents_as_one_process",
         ),
+        note="flattening collator, TRL packing, padded rows",
     ),
     Row(
-        what="accelerate loop: one replica, two replicas",
+        what="accelerate loop: one or two replicas",
         status="tested",
         tests=(
             "tests/integration/trainer/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
             "tests/integration/trainer/test_accelerate.py::test_loop_on_two_replicas_equals_one_process",
         ),
+        note="[notes](#notes-on-loops-and-trainers)",
     ),
-    Row(what="loop around `deepspeed.initialize`, ZeRO 0 to 3, 2 and 4 ranks", status="tested", tests=(_PLAIN_LOOP,)),
-    Row(what="a script for stock Ulysses, unchanged, through `ds_hetero.run`", status="tested", tests=(_EXAMPLES,)),
     Row(
-        what="replicas of different size under all three loops",
+        what="custom loop with `deepspeed.initialize`, ZeRO 0 to 3",
+        status="tested",
+        tests=(_PLAIN_LOOP,),
+        note="2 and 4 ranks",
+    ),
+    Row(what="unchanged script for stock Ulysses, run by `ds_hetero.run`", status="tested", tests=(_EXAMPLES,)),
+    Row(
+        what="replicas of different sizes",
         status="tested",
         tests=(
             "tests/integration/loops/test_replicas.py::test_a_plain_loop_equals_one_process",
             "tests/integration/loops/test_replicas.py::test_an_accelerate_loop_equals_one_process",
             "tests/integration/loops/test_replicas.py::test_the_trainer_equals_one_process",
         ),
+        note="custom loop, accelerate, HF Trainer",
     ),
     Row(
         what="`loss = engine(**batch).loss`, with accelerate too",
@@ -285,9 +302,10 @@ _LOOP_ROWS = (
             "tests/integration/trainer/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
             "tests/integration/models/test_features.py::test_lora_adapters_train_as_on_one_process",
         ),
+        note="custom loop and accelerate",
     ),
     Row(
-        what="arguments of a forward, one row for each; `num_items_in_batch`, tuples, batches without labels",
+        what="`num_items_in_batch`, tuples, batches without labels",
         status="tested",
         tests=(
             _ARGUMENTS + "test_the_sum_over_num_items_in_batch_is_that_of_one_process",
@@ -295,49 +313,53 @@ _LOOP_ROWS = (
             _ARGUMENTS + "test_a_batch_without_labels_counts_nothing",
             _ARGUMENTS + "test_pipelines_take_these_arguments_alone",
         ),
+        note="[all arguments of a forward](forward-arguments.md)",
     ),
     Row(
-        what="a loss of the script's own, four conventions",
+        what="custom loss, four conventions",
         status="tested",
         tests=("tests/integration/loops/test_losses.py::test_every_loss_convention_on_every_stage_equals_one_process",),
+        note="[custom losses](losses.md)",
     ),
     Row(
-        what="tests of DeepSpeed and accelerate for their Ulysses",
+        what="DeepSpeed's and accelerate's own tests of Ulysses",
         status="tested",
         tests=(
             "tests/integration/test_peers.py::test_deepspeeds_own_test_of_ulysses_holds",
             "tests/integration/test_peers.py::test_accelerates_own_test_of_ulysses_holds",
         ),
     ),
-    _tried("Trainer: `group_by_length`, IterableDataset, streaming, workers, `auto_find_batch_size`, left padding"),
-    _tried("SFT: `bfd`, `bfd_split`, `wrapped`, padding-free, completion only, assistant only, streaming, LoRA"),
-    _tried("MoE under SFT with `router_aux_loss_coef=0`"),
+    _tried("HF Trainer: `group_by_length`, `auto_find_batch_size`, left padding"),
+    _tried("HF Trainer: IterableDataset, streaming, workers"),
+    _tried("TRL SFT: `bfd`, `bfd_split`, `wrapped`, padding-free, streaming"),
+    _tried("TRL SFT: completion only, assistant only, LoRA"),
+    _tried("TRL SFT of MoE models with `router_aux_loss_coef=0`"),
     _tried("`accelerate launch --module ds_hetero.run` with TRL's `sft.py`"),
     Row(
-        what="a term of the script's own beside the loss, by `handle.mean`",
+        what="extra loss term, averaged by `handle.mean`",
         status="tested",
         tests=(_OWN_TERMS + "test_a_term_made_by_the_handle_trains_as_on_one_process",),
     ),
     Row(
-        what="a term added to the loss without it",
+        what="extra loss term without `handle.mean`",
         status="refused",
         tests=(_OWN_TERMS + "test_a_term_of_a_rank_is_refused",),
-        note="it would be weighted by ranks, not by tokens",
+        note="would be weighted by ranks, not by tokens",
     ),
     Row(
         what="NEFTune",
         status="tested",
         tests=(_OWN_TERMS + "test_noise_on_embeddings_is_that_of_the_whole_sequence",),
-        note="noise of the size of the whole sequence",
+        note="noise scaled for the whole sequence",
     ),
     Row(
-        what="a reference model beside the engine, or the trained model in `eval()`, on a batch of `handle.dataloader`",
+        what="reference model, or trained model in `eval()`, on sharded batches",
         status="refused",
         tests=(_SHARDS,),
-        note="run them on whole batches, or the trained model in `handle.sharded()`",
+        note="[notes](#notes-on-loops-and-trainers)",
     ),
     Row(
-        what="label smoothing, `compute_loss_func` (HF Trainer), evaluation over the ranks of a replica",
+        what="HF Trainer: label smoothing, `compute_loss_func`, evaluation over a replica's ranks",
         status="tested",
         tests=(
             "tests/integration/trainer/test_trainer.py::test_losses_of_all_logits_train_and_evaluate_as_on_one_process",
@@ -345,100 +367,97 @@ _LOOP_ROWS = (
         note="every rank holds the logits of whole batches",
     ),
     Row(
-        what="losses of whole sequences in a loop, by `handle.sharded_call`; ZeRO 0 to 3, a reference model beside",
+        what="sequence-level losses by `handle.sharded_call`, ZeRO 0 to 3",
         status="tested",
         tests=("tests/integration/loops/test_sharded_call.py::test_a_preference_loss_trains_as_on_one_process",),
+        note="with a reference model too",
     ),
     Row(
-        what="TRL 1.16, batches of whole sequences: DPO (a reference model, or the adapter taken off), RewardTrainer "
-        "(decoder models), GKD, KTO, CPO, ORPO; ZeRO 2 and 3, evaluation",
+        what="TRL 1.16: DPO, RewardTrainer, GKD, KTO, CPO, ORPO; ZeRO 2 and 3",
         status="tested",
         tests=(_TRL + "test_five_steps_equal_one_process",),
-        note="`logits/chosen` and `logits/rejected` of CPO and ORPO are means over padding too, and differ",
+        note="evaluation too; [notes](#notes-on-loops-and-trainers)",
     ),
     Row(
-        what="TRL 1.16, GRPO and RLOO that generate by transformers: all losses, a reference model or adapters, reward "
-        "functions and models, `num_iterations`, streams; ZeRO 2 and 3, two replicas, evaluation",
+        what="TRL 1.16: GRPO and RLOO, generating with transformers; ZeRO 2 and 3",
         status="tested",
         tests=(_COMPLETIONS + "test_four_steps_equal_one_process",),
-        note='with `"sequence_parallel_size"` in the configuration: TRL refuses a `ParallelismConfig` itself',
+        note="two replicas, evaluation; [notes](#notes-on-loops-and-trainers)",
     ),
     Row(
-        what="GRPO and RLOO with vLLM, continuous batching, Liger, tools, environments, `rollout_func`, images, or a "
-        "loss of routers",
+        what="GRPO and RLOO with vLLM, Liger, tools, images ...",
         status="refused",
         tests=(_COMPLETIONS + "test_what_was_not_tried_is_refused_by_name",),
-        note="by the option's name, when the trainer is made",
+        note="by the option's name, at the trainer's start; [notes](#notes-on-loops-and-trainers)",
     ),
     Row(
-        what="every other trainer of TRL",
+        what="all other TRL trainers",
         status="refused",
         tests=(
             "tests/integration/trainer/test_trl_refusals.py::test_a_trainer_that_is_not_known_says_so_on_every_rank",
         ),
-        note="by the trainer's name, at the start of `train()`; by TRL itself those that need vLLM or an attention "
-        "kernel for GPUs where these are missing",
+        note="by the trainer's name, at the start of `train()`; [notes](#notes-on-loops-and-trainers)",
     ),
-    _refused("SFT with DFT, label smoothing or `compute_loss_func`", note="by TRL itself"),
+    _refused("TRL SFT with DFT, label smoothing or `compute_loss_func`", note="by TRL itself"),
     Row(
-        what="a second call of `Trainer.train()`",
+        what="second call of `Trainer.train()`",
         status="refused",
         tests=("tests/integration/trainer/test_trainer.py::test_a_second_call_of_train_is_refused_by_name",),
-        note="the Trainer has let go of its engine, with stock DeepSpeed too",
+        note="the Trainer has released its engine, as in stock DeepSpeed",
     ),
     Row(
-        what='any `nn.Module` with `"sequence_parallel_size": 1`: weighted ZeRO 1 to 3, the report of stragglers',
+        what='any `nn.Module` with `"sequence_parallel_size": 1`',
         status="tested",
         tests=(_ANY + "test_any_module_trains_with_weighted_zero_as_with_equal_partitions",),
+        note="weighted ZeRO 1 to 3, straggler report",
     ),
     Row(
-        what="for such a module, replicas with different batches whose loss is the mean over samples; ZeRO 0 to 3",
+        what="replicas of such a module with different batches, ZeRO 0 to 3",
         status="tested",
         tests=(_ANY + "test_replicas_with_different_batches_equal_one_process",),
+        note="the loss is a mean over samples",
     ),
     Row(
-        what='`"batch": [6, 2]` with class weights, ignored labels, sums over positives or boxes, terms of unlike '
-        "units, annealed terms, penalties on parameters; own loops and the Trainer's `compute_loss`; ZeRO 0 to 3",
+        what='[`"batch": [6, 2]`](unequal-batches.md) with class weights, penalties ..., ZeRO 0 to 3',
         status="tested",
         tests=(
             _UNLIKE + "test_every_loss_is_that_of_one_process_or_refused_where_it_begins",
             _UNLIKE + "test_losses_on_other_stages",
             "tests/integration/loops/test_unlike_batches.py::test_class_weights_are_those_of_one_process",
         ),
-        note="read from the graph of every micro-batch",
+        note="[notes](#notes-on-loops-and-trainers)",
     ),
     Row(
-        what='`"batch": [6, 2]` with contrastive losses, Dice, batch statistics, mixed samples, buffers that follow '
-        "the batch, operations that hide their graph",
+        what='`"batch": [6, 2]` with contrastive losses, Dice, batch statistics ...',
         status="refused",
         tests=(_UNLIKE + "test_every_loss_is_that_of_one_process_or_refused_where_it_begins",),
-        note="at the step where it begins; mixing by operations that were there before, at the next probe",
+        note="at the step where it begins; [notes](#notes-on-loops-and-trainers)",
     ),
     Row(
-        what="for such a module with different batches: a loss that is not known, batch normalization, `replan`",
+        what="replicas of such a module: unknown loss, batch normalization, `replan`",
         status="refused",
         tests=(_ANY + "test_different_batches_whose_loss_is_not_known_are_refused_by_name",),
     ),
     Row(
-        what="for such a module, documents, and losses that count tokens",
+        what="such a module with documents, or with losses that count tokens",
         status="refused",
         tests=(_ANY + "test_what_needs_tokens_is_refused_by_name",),
     ),
     Row(what='`train_sampling_strategy="batch_rebalance"`', status="refused", tests=(_LOSSES_REFUSED,)),
     Row(
-        what="other trainers with loaders without labels, or with pairs",
+        what="other trainers whose batches have no labels, or pairs",
         status="refused",
         tests=(_LOSSES_REFUSED,),
         note="by the trainer's name",
     ),
     Row(
-        what="loops that put the model's inputs together themselves, from shards",
+        what="custom loops that assemble model inputs from shards",
         status="refused",
         tests=(_SHARDS,),
         note="at the first forward",
     ),
     Row(
-        what="pipelines of unequal stages: own loop, HF Trainer, accelerate, TRL, LoRA, tied embeddings, packing",
+        what="[pipelines](pipelines.md): custom loop, HF Trainer, accelerate, TRL",
         status="tested",
         tests=(
             "tests/integration/pipelines/test_pipelines.py::test_unequal_stages_train_as_one_process",
@@ -449,24 +468,35 @@ _LOOP_ROWS = (
             "tests/integration/pipelines/test_pipeline_loops.py::test_trl_trains_pipelines_as_one_process",
             "tests/integration/pipelines/test_pipeline_loops.py::test_the_trainer_resumes_pipelines",
         ),
+        note="LoRA, tied embeddings, packing",
     ),
     Row(
-        what='`"parallel": "full"`: pipelines searched for at the start of the job',
+        what='`"parallel": "full"`: the job searches for pipelines at its start',
         status="tested",
         tests=(
             "tests/integration/pipelines/test_pipeline_start.py::test_a_job_searches_for_its_pipelines_and_trains_as_one_process",
         ),
     ),
     Row(
-        what="models without weights (`ds_hetero.empty_model`, the meta device), read or drawn by stage",
+        what="pipelines of `ds_hetero.empty_model` (meta device)",
         status="tested",
         tests=(
             "tests/integration/pipelines/test_pipeline_weights.py::test_weights_are_read_by_stage",
             "tests/integration/pipelines/test_pipeline_weights.py::test_values_are_drawn_alike_under_every_plan",
         ),
+        note="each stage reads or initializes its own weights",
     ),
     Row(
-        what="checkpoints of pipelines under another plan",
+        what="QLoRA in pipelines: 4-bit weights of bitsandbytes, quantized stage by stage",
+        status="tested",
+        tests=(
+            "tests/integration/pipelines/test_pipeline_adapters.py::test_adapters_train_in_stages_as_on_one_process",
+            "tests/integration/pipelines/test_pipeline_adapters.py::test_qlora_goes_on_under_another_plan_and_is_saved_as_peft_saves_it",
+        ),
+        note="stages of one rank, or that share sequences",
+    ),
+    Row(
+        what="pipeline checkpoints, loaded under another plan",
         status="tested",
         tests=(
             "tests/integration/pipelines/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",
@@ -476,33 +506,34 @@ _LOOP_ROWS = (
         ),
     ),
     Row(
-        what="dropout in tensor stages, of attention, of the residual stream and of LoRA",
+        what="dropout in tensor-parallel stages: attention, residual stream, LoRA",
         status="tested",
         tests=(
             "tests/integration/pipelines/test_pipeline_dropout.py::test_ranks_of_a_tensor_stage_drop_what_one_process_drops",
-            "tests/dist/test_cut_dropout.py::test_parts_of_a_mask_are_those_of_one_process_and_generators_stay_alike",
+            "tests/dist/test_parallel_dropout.py::test_parts_of_a_mask_are_those_of_one_process_and_generators_stay_alike",
         ),
-        note='attention with `attn_implementation="eager"`',
+        note='attention dropout needs `attn_implementation="eager"`',
     ),
     Row(
-        what="pipelines with `replan`: layers move between stages of one rank, tensor and sequence parallelism",
+        what="pipelines with `replan`: layers move between stages",
         status="tested",
         tests=(
             "tests/integration/pipelines/test_pipeline_replan.py::test_training_goes_on_as_on_one_process",
             "tests/integration/pipelines/test_pipeline_replan.py::test_a_rank_that_slows_down_loses_layers_within_20_steps",
         ),
+        note="stages of one rank, tensor or sequence parallel",
     ),
     Row(what="vLLM, `notebook_launcher`", status="untested"),
     Row(
-        what="public recipes of Axolotl, ms-swift, LLaMA-Factory and TRL, shrunk",
+        what="public recipes of Axolotl, ms-swift, LLaMA-Factory and TRL",
         status="tested",
         tests=("tests/integration/trainer/test_recipes.py::test_frequent_recipes_train_as_on_one_process",),
-        note="by transformers' and TRL's trainers; which are exact or refused: [frameworks](frameworks.md)",
+        note="tiny models, HF and TRL trainers: [results](evidence/framework-recipes.md)",
     ),
     Row(
-        what="trainers of Axolotl, ms-swift and LLaMA-Factory themselves",
+        what="Axolotl's, ms-swift's and LLaMA-Factory's own trainers",
         status="untested",
-        note="Axolotl by hand: [frameworks](frameworks.md)",
+        note="Axolotl was [tried by hand](frameworks.md#axolotl)",
     ),
 )
 
@@ -513,30 +544,40 @@ _FEATURE_ROWS = (
         tests=(_FEATURES + "test_generation_and_evaluation_between_steps_equal_one_process",),
     ),
     Row(
-        what="the self-check (`checks`) leaves no trace: steps to the bit on ZeRO 0 to 3, LoRA, recomputation of both "
-        "kinds, dropout, experts, bf16",
+        what="[self-check](checks.md) (`checks`)",
         status="tested",
         tests=(
             "tests/integration/models/test_self_check.py::test_steps_after_the_check_are_those_without_it_to_the_bit",
         ),
+        note="later steps equal to the bit; [notes](#notes-on-features)",
     ),
     Row(what="LoRA on ZeRO-3", status="tested", tests=(_FEATURES + "test_lora_adapters_train_as_on_one_process",)),
     Row(
-        what="33 kinds of adapters of PEFT, and the settings of LoRA, on ZeRO-2",
+        what="33 PEFT adapter types and LoRA's settings, ZeRO-2",
         status="tested",
         tests=("tests/integration/models/test_adapters.py::test_kinds_that_are_called_exact_train_as_on_one_process",),
-        note="[all kinds](adapters.md)",
+        note="[all adapters](adapters.md)",
     ),
     Row(
-        what="gradient checkpointing, reentrant or not",
+        what="gradient checkpointing (recomputation), reentrant or not",
         status="tested",
         tests=(_FEATURES + "test_recomputation_trains_as_on_one_process",),
     ),
     Row(
-        what="activation checkpoints on the host: `activation_checkpointing_enable(offload=True)` of transformers",
+        what="[attention kept over recomputation](loops.md#attention-that-recomputation-need-not-repeat) "
+        "(`keep_attention`)",
+        status="tested",
+        tests=(
+            "tests/integration/models/test_kept_attention.py"
+            "::test_losses_and_weights_have_the_same_bits_and_the_recomputation_sends_nothing",
+        ),
+        note="on CPU; refused in pipelines",
+    ),
+    Row(
+        what="transformers' `activation_checkpointing_enable(offload=True)`",
         status="tested",
         tests=(_FEATURES + "test_checkpoints_on_the_host_train_as_on_one_process",),
-        note="on CPU, where nothing is pinned",
+        note="host memory; tested on CPU, without pinned memory",
     ),
     Row(
         what="`engine.compile`, backend `aot_eager`",
@@ -550,26 +591,28 @@ _FEATURE_ROWS = (
     ),
     Row(what="bf16", status="tested", tests=(_FEATURES + "test_bf16_trains_as_on_one_process",)),
     Row(
-        what="checkpoints that resume under another schedule",
+        what="checkpoints, resumed under another schedule",
         status="tested",
         tests=("tests/integration/models/test_features.py::test_checkpoint_resumes_under_another_schedule",),
     ),
     Row(
-        what="ZeRO-1 and 2 by weights, with offload of the optimizer, clipping, parameter groups",
+        what="[weighted](zero.md) ZeRO-1 and 2",
         status="tested",
         tests=(_ZERO12,),
+        note="optimizer offload, clipping, parameter groups",
     ),
-    Row(what="ZeRO-3 by weights, with offload of parameters and optimizer", status="tested", tests=(_ZERO3,)),
+    Row(what="[weighted](zero.md) ZeRO-3", status="tested", tests=(_ZERO3,), note="parameter and optimizer offload"),
     Row(
-        what="ZeRO-3 inside unequal nodes, copied across them (`zero_within`)",
+        what="ZeRO-3 sharded within unequal nodes (`zero_within`)",
         status="tested",
         tests=(
             _WITHIN + "test_training_equals_that_of_one_process",
             _WITHIN + "test_between_nodes_only_gradients_travel_and_once_a_step",
         ),
+        note="every node holds a copy",
     ),
     Row(
-        what="`zero_within` with ZeRO 0 to 2, offload, `elastic`",
+        what="`zero_within` with ZeRO 0 to 2, offload or `elastic`",
         status="refused",
         tests=(_WITHIN + "test_what_does_not_work_is_refused_by_name_on_every_rank",),
     ),
@@ -579,59 +622,61 @@ _FEATURE_ROWS = (
         tests=("tests/integration/zero/test_zero3.py::test_parameters_made_under_zero_init_are_written_and_trained",),
     ),
     Row(
-        what="checkpoints between any weights, any number of ranks, and stock",
+        what="checkpoints between any ZeRO weights and numbers of ranks",
         status="tested",
         tests=(
             "tests/integration/zero/test_zero12_checkpoints.py::test_every_layout_and_number_of_ranks_loads_every_other",
             "tests/integration/zero/test_zero3_checkpoints.py::test_every_layout_loads_every_checkpoint",
         ),
+        note="and stock DeepSpeed",
     ),
     Row(
-        what="re-planning while the job runs",
+        what="[re-planning](running.md) while the job runs",
         status="tested",
         tests=("tests/integration/job/test_replan.py::test_a_rank_that_becomes_slow_gets_less_to_do",),
     ),
     Row(
-        what="a rank that dies: the others stop with one message",
+        what="a rank dies",
         status="tested",
         tests=("tests/integration/models/test_features.py::test_dead_rank_is_reported_by_the_others",),
+        note="the others stop with one message",
     ),
-    _tried(
-        "hpZ on equal weights, predivide and prescale, communication in bf16, CSV monitor, flops profiler, WarmupLR"
-    ),
+    _tried("hpZ on equal weights, predivide and prescale, communication in bf16"),
+    _tried("CSV monitor, flops profiler, WarmupLR"),
     Row(
-        what="MLPs and the loss in tiles (`tile_tokens`), ZeRO 1 to 3, recomputation, a rank without tokens",
+        what="tiled MLPs and loss (`tile_tokens`), ZeRO 1 to 3",
         status="tested",
         tests=(
             _TILES + "test_training_in_tiles_equals_one_process_without",
             _TILES + "test_what_a_model_does_to_its_logits_is_in_the_loss_of_a_tile",
         ),
-        note="decoders with plain MLPs; experts are refused",
+        note="decoders with plain MLPs, not experts; [notes](#notes-on-features)",
     ),
     _tried("TiledMLP on ZeRO-2, `sequence_tiled_compute` on ZeRO-3"),
     _tried("DoRA with `modules_to_save`"),
     Row(
-        what="TiledFusedLogitsLoss, DeepSpeed's fused tiles of logits and loss",
+        what="DeepSpeed's TiledFusedLogitsLoss",
         status="refused",
         tests=(_OWN_TERMS + "test_deepspeeds_fused_tiled_loss_is_refused_on_shards_and_works_on_whole_batches",),
         note="use `sequence_tiled_compute`",
     ),
     Row(
-        what="a `gradient_clipping`, ZeRO stage or other setting that differs between ranks",
+        what="settings that differ between ranks",
         status="refused",
         tests=(
             "tests/integration/job/test_registration.py::test_a_difference_between_ranks_is_refused_before_anything_is_built",
         ),
+        note="such as `gradient_clipping` or the ZeRO stage",
     ),
     Row(
         what="`torch_autocast`, `torch.autocast`",
         status="tested",
         tests=(_FEATURES + "test_autocast_trains_as_on_one_process",),
-        note="losses to the rounding of bf16",
+        note="losses equal up to bf16 rounding",
     ),
     _fails("TiledMLP on ZeRO-3 where a rank has fewer tokens than tiles", "crash or hang"),
     Row(
-        what="with unequal ZeRO weights: Muon, ZenFlow, expert-parallel groups, tensor parallelism, pipelines",
+        what="weighted ZeRO with Muon, ZenFlow, expert or tensor parallelism, pipelines",
         status="refused",
         tests=(
             "tests/integration/zero/test_zero12.py::test_impossible_combinations_are_refused",
@@ -641,80 +686,88 @@ _FEATURE_ROWS = (
     _refused("4-D masks, masks with holes, position biases, cross attention"),
     _tried(
         "fp16, ZeRO 0 to 3",
-        note="four steps; DeepSpeed refuses it on CPUs without instructions for fp16, and was made to let it pass",
+        note="four steps; [notes](#notes-on-features)",
     ),
-    _tried(
-        "Adafactor on ZeRO 0; on ZeRO 2 and 3 it is what stock DeepSpeed trains on as many ranks, which is not what "
-        "one process without ZeRO does",
-        note="ZeRO hands flattened parameters to an optimizer that looks at whole matrices",
-    ),
+    _tried("Adafactor on ZeRO 0"),
+    _tried("Adafactor on ZeRO 2 and 3", note="equal to stock DeepSpeed on as many ranks; [notes](#notes-on-features)"),
     Row(
-        what="Liger (`use_liger_kernel`, or its patch of a model), with shards and with unequal batches",
+        what="Liger (`use_liger_kernel`, or its model patch)",
         status="tested",
-        note="its formulas in the place of its kernels, which run on GPUs alone; its loss of a shard is a mean over "
-        'the rank\'s own labels, which the Trainer\'s hook knows, and an own loop says by `"loss": "local_mean"`',
+        note="with shards and unequal batches; [notes](#notes-on-features)",
         tests=(
             "tests/integration/trainer/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
             "tests/integration/trainer/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
         ),
     ),
     Row(
-        what="Cut Cross Entropy with unequal batches; with shards from the release on whose `apply_lce` takes "
-        "`shift_labels`",
+        what="Cut Cross Entropy: unequal batches, and shards",
         status="tested",
-        note="likewise its formula",
+        note="shards need an `apply_lce` that takes `shift_labels`; [notes](#notes-on-features)",
         tests=(
             "tests/integration/trainer/test_fused_kernels.py::test_cut_cross_entropy_trains_where_its_labels_are_in_place",
         ),
     ),
     Row(
-        what="Cut Cross Entropy with shards, in releases that move the labels themselves",
+        what="Cut Cross Entropy with shards, releases that shift labels",
         status="refused",
-        note='`"tile_tokens"` makes the loss without all logits, too',
+        note='`"tile_tokens"` avoids the full logits too',
         tests=(
             "tests/integration/trainer/test_fused_kernels.py::test_unknown_losses_of_kernels_are_refused_with_the_cure",
         ),
     ),
     Row(
-        what="kernels of the Hub (`use_kernels`, or an attention by its repository), FlashAttention 4, flex_attention",
+        what="Hub kernels (`use_kernels`), FlashAttention 4, flex_attention",
         status="tested",
-        note="layers that work token by token run as they are; attention of shards is this engine's, and a model that "
-        "runs whole has the kernel that was asked for",
+        note="[notes](#notes-on-features)",
         tests=(
             "tests/integration/trainer/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
             "tests/integration/trainer/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
         ),
     ),
-    Row(what="GPUs, NCCL, flash-attn and Triton kernels on a GPU", status="untested"),
+    Row(
+        what="GPUs, NCCL, flash-attn and Triton kernels on a GPU",
+        status="untested",
+        note="beyond [14 minutes on one H200](measured.md#one-h200)",
+    ),
     Row(what="Muon with equal weights, DeepSpeed's own activation checkpointing", status="untested"),
 )
+
+_HEADS = {"models": "model", "loops": "loop or trainer", "features": "feature"}
 
 TABLES: Mapping[str, Sequence[Row]] = {"models": _MODEL_ROWS, "loops": _LOOP_ROWS, "features": _FEATURE_ROWS}
 
 
-def render(rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    lines = ["| what | today | remark |", "|---|---|---|"]
+def render(rows: Sequence[Row], head: str) -> str:
+    """Return the rows as a Markdown table, and long lists of types below it. ``head`` names the first column."""
+    lines = [f"| {head} | status | remark |", "|---|---|---|"]
     for row in rows:
-        files = dict.fromkeys(test.partition("::")[0].removeprefix("tests/") for test in row.tests)
-        remarks = [row.note] if row.note else []
-        remarks += [", ".join(f"`{file}`" for file in files)] if files else []
         status = f"**{row.status}**" if row.status in ("wrong", "fails") else row.status
-        types = f" {folded(f'{len(row.types)} types', listed(row.types))}" if row.types else ""
-        lines.append(f"| {row.what}{types} | {status} | {'; '.join(remarks)} |")
+        types = f": {len(row.types)} types, listed below" if row.types else ""
+        lines.append(f"| {row.what}{types} | {status} | {row.note} |")
+    for row in rows:
+        if row.types:
+            lines += ["", folded(f"The {len(row.types)} {row.what}", f"\n\n{listed(row.types)}\n\n")]
     return "\n".join(lines)
 
 
-def with_tables(page: str) -> str:
-    """The page with every table between its two markers replaced."""
-    legend = "\n".join(["| word | meaning |", "|---|---|", *(f"| {word} | {text} |" for word, text in STATUS.items())])
-    tables = {name: render(rows) for name, rows in TABLES.items()}
-    for name, table in {"legend": legend, **tables, "sweep": render_sweep()}.items():
-        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        page, count = re.subn(pattern, lambda match, text=table: f"{match[1]}{text}\n{match[2]}", page, flags=re.DOTALL)
-        assert count == 1, f"docs/support.md has {count} places for the table {name!r}"
-    return page
+def with_tables(page: Path) -> str:
+    """Return the page with every table between its two markers replaced."""
+    meanings = (f"| {status} | {meaning} |" for status, meaning in STATUS.items())
+    tables = {
+        "legend": "\n".join(["| status | meaning |", "|---|---|", *meanings]),
+        **{name: render(rows, _HEADS[name]) for name, rows in TABLES.items()},
+        "sweep": render_sweep(),
+        "planned": render_planned(),
+    }
+    text = page.read_text()
+    for name in PAGES[page]:
+        place = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
+        new = tables[name]
+        text, count = re.subn(place, lambda match, new=new: f"{match[1]}{new}\n{match[2]}", text, flags=re.DOTALL)
+        assert count == 1, f"{page.name} has {count} places for the table {name!r}"
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(with_tables(page))

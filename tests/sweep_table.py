@@ -1,9 +1,9 @@
-"""What the sweep over transformers' architectures found, as recorded, and the tables of docs/support.md made of it.
+"""Tables of docs/architectures.md on the sweep over transformers' architectures, from its recorded outcomes.
 
-    python -m tests.integration.sweep        # runs it, two ranks, and records what it finds
-    python -m tests.support_matrix           # writes the tables into docs/support.md
+    python -m tests.integration.sweep        # runs the sweep on two ranks, and records the outcomes
+    python -m tests.support_matrix           # writes the tables into docs/architectures.md
 
-`tests/integration/models/test_sweep.py` holds every run to the record.
+`tests/integration/models/test_sweep.py` compares every run with the record.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ RECORD = ROOT / "tests" / "integration" / "sweep_outcomes.json"
 
 _HEADS = {
     "causal": "decoders",
-    "masked": "encoders, masked",
-    "images": "images and sounds before text",
+    "masked": "masked language models",
+    "images": "images or audio, with text",
     "tokens": "token classification",
-    "seq2seq": "encoder-decoders, and sounds before text",
+    "seq2seq": "encoder-decoders, and audio with text",
 }
 _KINDS = ("exact", "refused", "not built")
 
 
 def recorded() -> dict[str, tuple[str, str]]:
-    """By head and model type: what became of it, and the reason that was said."""
+    """Return by head and model type the outcome and its reason."""
     return {name: (kind, why) for name, (kind, why) in json.loads(RECORD.read_text()).items()}
 
 
 def render_sweep(found: Mapping[str, tuple[str, str]] | None = None) -> str:
-    """Tables of counts, and of types by what became of them."""
+    """Return the tables of counts, and of model types by outcome."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name, (kind, why) in (recorded() if found is None else found).items():
         head, _, model_type = name.partition(" ")
@@ -45,27 +45,27 @@ def render_sweep(found: Mapping[str, tuple[str, str]] | None = None) -> str:
     totals = [sum(count for (_, of_kind), count in counts.items() if of_kind == kind) for kind in _KINDS]
     lines.append(f"| all | {' | '.join(map(str, totals))} |")
     for head, words in _HEADS.items():
-        rows = ["| today | types |", "|---|---|"]
+        rows: list[str] = []
         for kind in _KINDS:
             of_head = [(reason, types) for (k, h, reason), types in groups.items() if (k, h) == (kind, head)]
             for reason, types in sorted(of_head, key=lambda entry: -len(entry[1])):
-                rows.append(f"| {f'{kind}: {reason}' if reason else kind} | {listed(types)} |")
-        lines += ["", folded(f"The types: {words}", "\n".join(["", "", *rows, "", ""]))]
+                rows.append(f"* **{f'{kind}: {reason}' if reason else kind}**: {listed(types)}")
+        lines += ["", folded(f"Types: {words}", "\n".join(["", "", *rows, "", ""]))]
     return "\n".join(lines)
 
 
 def folded(summary: str, content: str) -> str:
-    """What a reader of the page, or of the file on a forge, opens by a click."""
+    """Return a part of a page that readers open by a click."""
     return f'<details markdown="1"><summary>{summary}</summary>{content}</details>'
 
 
 def listed(types: Iterable[str]) -> str:
-    """Names of types in a cell of a table."""
+    """Return model types, joined by commas."""
     return ", ".join(f"`{name}`" for name in sorted(types))
 
 
 def _reason(kind: str, why: str) -> str:
-    """The first reason of a refusal, without the names of classes, so that types with the same one stand together."""
+    """Return the first reason of a refusal without class names, so that types with the same reason share a row."""
     if kind != "refused":
         return why if kind == "exact" else ""
     if "computes something else when it is split" in why:

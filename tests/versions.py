@@ -1,10 +1,11 @@
-"""Beside which releases of which frameworks this engine installs, asked of pip's index: a table of docs/frameworks.md.
+"""Write a table of docs/frameworks.md: which releases of which frameworks can be installed beside this engine.
 
-    python -m tests.versions            # asks for the newest releases, records what they require, writes the table
+    python -m tests.versions            # asks pip's index for the newest releases, records them, writes the table
     python -m tests.versions --offline  # writes the table from the record, as after a change of setup.cfg
 
-What a framework requires stands in its metadata; what this engine requires in the extra ``train`` of setup.cfg, and of
-TRL, in what a job checks at its start. A release fits where every package that both name has a release in both ranges.
+Requirements of a framework are in its metadata. Those of this engine are in the extra ``train`` of setup.cfg, and for
+TRL in a check at the start of a job. A release can be installed if every package that both require has a release in
+both ranges.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ FRAMEWORKS = {"axolotl": ("deepspeed",), "ms-swift": ("all",), "llamafactory": (
 """By the name of its distribution: the extras that are looked at beside what it requires."""
 
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes")
+_COLUMNS = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft", "bitsandbytes")
 _NEWEST = 2  # releases of each framework
 _OLDEST = 40  # releases of each package
 
 
 def own_ranges() -> dict[str, SpecifierSet]:
-    """By package: the releases that this engine runs beside."""
+    """Return by package the releases that this engine runs with."""
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     needed = [Requirement(line) for line in config["options.extras_require"]["train"].splitlines() if line]
@@ -44,38 +46,38 @@ def own_ranges() -> dict[str, SpecifierSet]:
 
 
 def ask() -> dict[str, Any]:
-    """What the index says today: releases of all packages, and requirements of the frameworks' newest releases."""
-    known = {name: _releases(name) for name in (*PACKAGES, *FRAMEWORKS)}
+    """Ask the index: return releases of all packages, and requirements of the frameworks' newest releases."""
+    releases = {name: _releases(name) for name in (*PACKAGES, *FRAMEWORKS)}
     required = {
-        name: {release: _requirements(name, release) for release in known[name][:_NEWEST]} for name in FRAMEWORKS
+        name: {release: _requirements(name, release) for release in releases[name][:_NEWEST]} for name in FRAMEWORKS
     }
-    return {"releases": {name: known[name] for name in PACKAGES}, "frameworks": required}
+    return {"releases": {name: releases[name] for name in PACKAGES}, "frameworks": required}
 
 
 def _releases(name: str) -> list[str]:
-    """Newest first."""
-    said = _pip("index", "versions", name)
-    found = re.search(r"Available versions: (.*)", said)
-    assert found, said
-    releases = [release for release in found[1].split(", ") if not Version(release).is_prerelease]
+    """Return the releases of a package, newest first."""
+    printed = _pip("index", "versions", name)
+    match = re.search(r"Available versions: (.*)", printed)
+    assert match, printed
+    releases = [release for release in match[1].split(", ") if not Version(release).is_prerelease]
     return [release for release in releases if not Version(release).local][:_OLDEST]
 
 
 def _requirements(name: str, release: str) -> list[str]:
-    """Of `PACKAGES`, by the metadata of a release and the extras that are looked at."""
+    """Return what a release requires of `PACKAGES`, by its metadata and the extras of `FRAMEWORKS`."""
     report = json.loads(
         _pip(
             "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-", f"{name}=={release}"
         )
     )
     lines = report["install"][0]["metadata"].get("requires_dist", [])
-    found = []
+    requirements = []
     for need in map(Requirement, lines):
         extras = [""] if need.marker is None else ["", *FRAMEWORKS[name]]
         asked = next((e for e in extras if need.marker is None or need.marker.evaluate({"extra": e})), None)
         if need.name.lower() in PACKAGES and asked is not None:
-            found.append(f"{need.name.lower()}{need.specifier}{f' [{asked}]' if asked else ''}")
-    return sorted({*found})
+            requirements.append(f"{need.name.lower()}{need.specifier}{f' [{asked}]' if asked else ''}")
+    return sorted({*requirements})
 
 
 def _pip(*arguments: str) -> str:
@@ -85,25 +87,26 @@ def _pip(*arguments: str) -> str:
 
 
 def newest_of_both(name: str, asked: SpecifierSet, releases: list[str], ours: dict[str, SpecifierSet]) -> str | None:
-    """The newest release that a framework and this engine admit; None where there is none."""
+    """Return the newest release that a framework and this engine both admit; None if there is none."""
     both = asked & ours.get(name, SpecifierSet())
     return next((release for release in releases if both.contains(release)), None)
 
 
 def render(record: dict[str, Any]) -> str:
-    """A row for each release of a framework."""
-    lines = [
-        "| framework | what both admit | without a release in both | installs beside this engine |",
-        "|---|---|---|---|",
-    ]
+    """Return a table with a row for each release of a framework, and a list of the conflicts."""
+    lines, conflicts = [f"| framework | installs | {' | '.join(_COLUMNS)} |", "|---" * (len(_COLUMNS) + 2) + "|"], []
     for framework, by_release in record["frameworks"].items():
         for release, needs in by_release.items():
-            lines.append(f"| {framework} {release} | {' | '.join(_row(needs, record['releases']))} |")
-    return "\n".join(lines)
+            name = f"{framework} {release}"
+            pins = [*needs, f"trl=={release}"] if framework == "trl" else needs
+            cells, clashes = _row(pins, record["releases"])
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+            conflicts += [f"* {name}: {clash}" for clash in clashes]
+    return "\n".join([*lines, "", *conflicts])
 
 
-def _row(needs: list[str], releases: dict[str, list[str]]) -> tuple[str, str, str]:
-    """Of one release: what fits, what does not, and the answer."""
+def _row(needs: list[str], releases: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+    """Return of one release the verdict with the newest version of every package, and the packages that clash."""
     ours, asked, optional = own_ranges(), dict[str, SpecifierSet](), dict[str, bool]()
     for need in needs:
         text, _, extra = need.partition(" [")
@@ -111,23 +114,20 @@ def _row(needs: list[str], releases: dict[str, list[str]]) -> tuple[str, str, st
         asked[requirement.name] = asked.get(requirement.name, SpecifierSet()) & requirement.specifier
         optional[requirement.name] = optional.get(requirement.name, True) and bool(extra)
     newest = {name: newest_of_both(name, asked[name], releases[name], ours) for name in sorted(asked)}
-    fits = [f"{name} {release}" for name, release in newest.items() if release is not None]
     clashing = [name for name, release in newest.items() if release is None]
-    clashes = [f"{name} {asked[name]} (here {ours[name]})" for name in clashing]
-    answer = (
-        "yes"
-        if not clashing
-        else "without its extra"
-        if all(map(optional.get, clashing))
-        else "a pin must be overruled"
-    )
+    clashes = [f"{name} `{asked[name]}`, ds_hetero `{ours[name]}`" for name in clashing]
+    answer = "override a pin"
+    if all(map(optional.get, clashing)):
+        answer = "without its extra" if clashing else "yes"
+    cells = {name: "conflict" if release is None else release for name, release in newest.items()}
     trl = newest.get("trl")
-    answer += "; of TRL's trainers, SFTTrainer" if trl is not None and trl not in SpecifierSet(WORKS) else ""
-    return ", ".join(fits), "; ".join(clashes), answer
+    if trl is not None and trl not in SpecifierSet(WORKS):
+        cells["trl"] = f"{trl} (SFT)"
+    return [answer, *(cells.get(name, "") for name in _COLUMNS)], clashes
 
 
 def with_table(page: str, record: dict[str, Any]) -> str:
-    """The page with the table replaced."""
+    """Return the page with the table replaced."""
     place = r"(<!-- begin installs -->\n).*?(<!-- end installs -->)"
     text, count = re.subn(place, lambda match: f"{match[1]}{render(record)}\n{match[2]}", page, flags=re.DOTALL)
     assert count == 1, f"{PAGE.name} has {count} places for the table"
@@ -135,7 +135,7 @@ def with_table(page: str, record: dict[str, Any]) -> str:
 
 
 def _lines(record: dict[str, Any]) -> str:
-    """A package or release a line."""
+    """Return the record as JSON with one package or release per line."""
     releases = ",\n".join(f"{json.dumps(name)}: {json.dumps(known)}" for name, known in record["releases"].items())
     frameworks = []
     for name, by_release in record["frameworks"].items():
@@ -145,7 +145,7 @@ def _lines(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """See the top of this file."""
+    """Run the command, see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("--offline", action="store_true", help="write the table from the record")
     if not parser.parse_args().offline:

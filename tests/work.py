@@ -1,4 +1,4 @@
-"""How much a call computes, in a measure that no machine and no neighbour changes."""
+"""Measure how much a call computes, in lines of Python: the same on every machine, however busy it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that a call runs in this thread; a loop counts its lines as often as it passes them."""
+    """Return the number of lines of Python that a call runs in this thread; lines of loops count each time."""
     lines = 0
 
     def count(frame: FrameType, event: str, argument: object) -> Any:

@@ -1,1 +1,1 @@
-"""Batches of many documents: what placing them by their documents brings."""
+"""Benchmarks of batches of many documents: the gain of placing them by documents."""

@@ -1,4 +1,4 @@
-"""The commands of this folder."""
+"""Dispatch ``python -m benchmarks.documents COMMAND`` to the commands of this folder."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """Ways to run one packed batch on unequal ranks: one attention layer, or whole training steps.
 
-    stream          this engine, cut by length alone, tokens by speed
+    stream          this engine; the batch is sharded by its length alone, tokens by speed
     over all        every document over all ranks, zigzag, tokens by speed: TransformerEngine's context parallelism
-    documents       this engine's default: placed by documents where that is predicted to gain more than predictions err
+    documents       this engine's default: placed by documents if the predicted gain exceeds the predictions' error
     stock           DeepSpeed's Ulysses; inside its all-to-all, attention of one document after the other
     one rank alone  rank 0 with the whole batch, nothing sent
     all at once     every rank with some KV heads of the whole batch, by speed; nothing sent (`AtOnce`)
 
-Stock has no kernel on a CPU that keeps documents apart (its flash-attn has); it is given one here, that of the others.
+Stock DeepSpeed has no kernel for CPUs that separates documents (on GPUs it uses flash-attn), so it gets the kernel of
+the others here.
 """
 
 from __future__ import annotations
@@ -48,36 +49,36 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One row of documents.
+    """A batch of one row that consists of documents.
 
     Args:
-        lengths: of the documents.
+        lengths: tokens of every document.
     """
 
     lengths: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        """Of the row."""
+        """Tokens of the row."""
         return sum(self.lengths)
 
     @property
     def squares(self) -> int:
-        """Sum of the squares of the lengths."""
+        """Sum of the squared lengths."""
         return sum(length * length for length in self.lengths)
 
     @property
     def documents(self) -> tuple[Range, ...]:
-        """Intervals of the row."""
+        """Intervals of the documents in the row."""
         return tuple(pairwise(accumulate(self.lengths, initial=0)))
 
     @property
     def position_ids(self) -> Tensor:
-        """[1, tokens], which begin anew in every document."""
+        """[1, tokens]; positions restart at 0 in every document."""
         return torch.cat([torch.arange(length) for length in self.lengths])[None]
 
     def place(self, name: str, schedule: Schedule, costs: UnitCosts) -> Placement:
-        """The placement that a contender makes of this batch."""
+        """Return the placement of this batch by the contender ``name``."""
         rows = (Rows(0, 1, self.documents),)
         if name == STREAM:
             return stream_placement(schedule, self.tokens, rows)
@@ -87,8 +88,8 @@ class PackedBatch:
         tokens = tuple(share(length, weights) for length in self.lengths)
         members = tuple(range(schedule.ring_size))
         lane = Lane(members=members, spans=self.documents, tokens=tokens, layout="zigzag")
-        held = tuple(map(sum, zip(*tokens, strict=True)))
-        return Placement(schedule=schedule, length=self.tokens, rank_tokens=held, lanes=(lane,), rows=rows)
+        unit_tokens = tuple(map(sum, zip(*tokens, strict=True)))
+        return Placement(schedule=schedule, length=self.tokens, rank_tokens=unit_tokens, lanes=(lane,), rows=rows)
 
 
 # --- one attention layer ----------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def layer_actions(
     costs: UnitCosts,
     names: Sequence[str] = (STREAM, OVER_ALL, DOCUMENTS),
 ) -> tuple[dict[str, Callable[[], object]], dict[str, Placement]]:
-    """Forward and backward of one layer by these contenders, and the placements; on every rank."""
+    """Return by contender the forward and backward of one layer, and the placements; on every rank."""
     schedule = proportional(speeds, shape.num_heads, shape.num_kv_heads)
     replica = make_replica(Plan.of_replicas([schedule]))
     spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
@@ -109,57 +110,65 @@ def layer_actions(
     actions: dict[str, Callable[[], object]] = {}
     placements = {name: batch.place(name, schedule, costs) for name in names}
     for name, placement in placements.items():
-        known = KnownPlacement(placement=placement, documents_from=POSITIONS, position_runs=position_runs(positions))
-        held = placement.positions(dist.get_rank())
+        known_placement = KnownPlacement(
+            placement=placement, documents_from=POSITIONS, position_runs=position_runs(positions)
+        )
+        held_positions = placement.positions(dist.get_rank())
         shard = LocalBatch(
             batch_size=1,
-            tokens=len(held),
+            tokens=len(held_positions),
             dtype=torch.float32,
-            position_ids=positions[:, held],
+            position_ids=positions[:, held_positions],
             placement=placement,
         )
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, _: Tensor, shard: LocalBatch = shard, known: KnownPlacement = known
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            _: Tensor,
+            shard: LocalBatch = shard,
+            known_placement: KnownPlacement = known_placement,
         ) -> Tensor:
-            return attention(q, k, v, replica, agree_on_batch(replica, shard, recent=[known]), spec).flatten(2)
+            batch_layout = agree_on_batch(replica, shard, recent=[known_placement])
+            return attention(q, k, v, replica, batch_layout, spec).flatten(2)
 
-        contender = Contender(name, lambda length, held=held: held, attend)  # type: ignore[misc]
+        contender = Contender(name, lambda length, held_positions=held_positions: held_positions, attend)  # type: ignore[misc]
         actions[name] = contender.layer(shape, batch.tokens)
         actions[name]()
     return actions, placements
 
 
 def alone_layer(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
-    """The whole batch on rank 0; the other ranks do nothing."""
+    """Return an action that computes the whole batch on rank 0; the other ranks do nothing."""
     return WholeDocuments(batch, shape, shape.num_kv_heads) if dist.get_rank() == 0 else lambda: None
 
 
 class WholeDocuments:
-    """One kernel call per document and pass, with some KV heads and their queries; it has run once.
+    """Attention over some KV heads and their queries, with one kernel call per document and pass; it has run once.
 
-    The kernel is this engine's, and tensors are as a model's projections give them, as those of all contenders are.
+    The kernel is this engine's. Tensors have the layout of a model's projections, as those of all contenders do.
 
     Args:
-        batch: what is attended.
+        batch: the documents.
         shape: of the layer.
-        kv_heads: of the shape's.
+        kv_heads: the KV heads of ``shape`` to compute.
 
     Attributes:
-        cpu_s: of the runs so far, by document.
+        cpu_s: CPU seconds of the runs so far, by document.
     """
 
     def __init__(self, batch: PackedBatch, shape: Shape, kv_heads: int) -> None:
         heads = (kv_heads * shape.num_heads // shape.num_kv_heads, kv_heads, kv_heads)
-        whole = [torch.randn(1, batch.tokens, h, shape.head_dim).transpose(1, 2) for h in (*heads, heads[0])]
-        self._documents = list(zip(*(x.split(batch.lengths, dim=2) for x in whole), strict=True))
+        full_tensors = [torch.randn(1, batch.tokens, h, shape.head_dim).transpose(1, 2) for h in (*heads, heads[0])]
+        self._documents = list(zip(*(x.split(batch.lengths, dim=2) for x in full_tensors), strict=True))
         self._kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None)
         self._scores = Scores(scale=shape.head_dim**-0.5)
         self.cpu_s = [0.0] * len(batch.lengths)
         self()
 
     def __call__(self) -> None:
-        """Forward of all documents, then backward."""
+        """Run the forward of all documents, then the backward."""
         saved, times = [], [time.thread_time()]
         for q, k, v, _ in self._documents:
             saved.append(SavedForward(q, k, v, *self._kernel.forward(q, k, v, self._scores, _CAUSAL)))
@@ -173,15 +182,15 @@ class WholeDocuments:
 
 
 class AtOnce:
-    """Every rank computes some KV heads of the whole batch with their queries, all at the same time; nothing is sent.
+    """Attention of the whole batch on all ranks at once, each with some KV heads and their queries; nothing is sent.
 
-    What one rank does alone is no bound for several on one machine, which share caches and memory. Their rates at once,
-    added up, are one: the batch in pieces of any size, without a message.
+    The time of one rank alone is no bound for several ranks on one machine, because they share caches and memory. The
+    sum of their rates at the same time is a bound: it divides the batch into pieces of any size, without a message.
 
     Args:
-        batch: what is attended.
+        batch: the documents.
         shape: of the layer.
-        speeds: of the ranks, by which they get KV heads, so that all are busy for about as long.
+        speeds: of the ranks; KV heads are divided by them, so that all ranks are busy for about as long.
 
     Attributes:
         seconds: of this rank, by run.
@@ -197,21 +206,22 @@ class AtOnce:
         self.seconds: list[float] = []
 
     def __call__(self) -> None:
-        """Compute."""
+        """Compute this rank's KV heads, and record the seconds."""
         begin = time.perf_counter()
         self._run()
         self.seconds.append(time.perf_counter() - begin)
 
     def rates(self) -> list[list[float]]:
-        """Batches a second of every rank, by run. Caller: every rank."""
+        """Return the batches per second of every rank, by run. Caller: every rank."""
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, [self._part / seconds for seconds in self.seconds])
         return [list(of_run) for of_run in zip(*by_rank, strict=True)]
 
     def edge_tokens(self) -> float:
-        """Tokens e for which documents of n tokens cost in proportion to n² + e n, by the fit over rank 0's.
+        """Fit e such that documents of n tokens cost in proportion to n² + e n, over the documents of rank 0.
 
-        Kernels waste some work on a document's diagonal, and short documents are all diagonal. Caller: every rank.
+        Kernels waste some work on a document's diagonal, and most of a short document is its diagonal. Caller: every
+        rank.
         """
         seconds = torch.tensor(self._run.cpu_s, dtype=torch.float64)
         by_square, by_token = torch.linalg.lstsq(torch.stack([self._lengths**2, self._lengths], 1), seconds).solution
@@ -221,7 +231,7 @@ class AtOnce:
 
 
 def _attend_in_documents(batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[B, H, tokens, D]: torch's causal attention of one document after the other."""
+    """Return torch's causal attention of one document after the other; all tensors are [B, H, tokens, D]."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
     parts = [x.split(batch.lengths, dim=2) for x in (q, k, v)]
     return torch.cat([sdpa(*part, is_causal=True, enable_gqa=True) for part in zip(*parts, strict=True)], dim=2)
@@ -233,7 +243,7 @@ def _attend_in_documents(batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor) ->
 def step_actions(
     batch: PackedBatch, shape: Shape, speeds: Sequence[float], costs: UnitCosts, names: Sequence[str]
 ) -> dict[str, Callable[[], object]]:
-    """One training step of a small Llama through DeepSpeed by every contender, the loader's work included."""
+    """Return by contender one training step of a small Llama through DeepSpeed, with the loader's work."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -271,8 +281,8 @@ def _whole(batch: PackedBatch) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": batch.position_ids}
 
 
-def _shifted(whole: Mapping[str, Tensor]) -> Tensor:
-    return torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=_IGNORED)
+def _shifted(full_tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.nn.functional.pad(full_tensors["labels"][:, 1:], (0, 1), value=_IGNORED)
 
 
 def engine_step(
@@ -283,7 +293,7 @@ def engine_step(
     costs: UnitCosts,
     replan: Mapping[str, Any] | None = None,
 ) -> Callable[[], object]:
-    """A training step of this engine under the placements of ``name``; every rank calls it in the same order."""
+    """Return a training step of this engine with the placements of ``name``; every rank calls it in the same order."""
     import ds_hetero
 
     handle = ds_hetero.register()
@@ -295,16 +305,16 @@ def engine_step(
     }
     model = trained_model(shape, batch.tokens, "sdpa")
     engine = _engine_for(model, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)
-    own = handle.for_engine(engine)
+    engine_handle = handle.for_engine(engine)
     if name != STREAM:
-        prepared = handle.registry.find(model)
-        assert prepared is not None
-        prepared.model.place_documents(lambda schedule, length, rows=(): batch.place(name, schedule, costs))
-    shards = iter(own.dataloader(repeat(_whole(batch)), batches="same"))
+        trained = handle.registry.find(model)
+        assert trained is not None and trained.sequences is not None
+        trained.sequences.placement.use(lambda schedule, length, rows=(): batch.place(name, schedule, costs))
+    shards = iter(engine_handle.dataloader(repeat(_whole(batch)), batches="same"))
 
     def step() -> float:
         shard = next(shards)
-        loss = own.loss(engine(**shard), shard)
+        loss = engine_handle.loss(engine(**shard), shard)
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
@@ -313,7 +323,7 @@ def engine_step(
 
 
 def _packed_attention(batch: PackedBatch, name: str) -> None:
-    """Register attention inside the documents of ``batch`` with transformers."""
+    """Register attention inside the documents of ``batch`` with transformers; return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: Any) -> tuple[Tensor, None]:
@@ -324,6 +334,7 @@ def _packed_attention(batch: PackedBatch, name: str) -> None:
 
 
 def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
+    """Return a training step of stock DeepSpeed Ulysses."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from torch.distributed._functional_collectives import all_gather_single
@@ -337,9 +348,11 @@ def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
         model_name_or_path=model, core_attn_implementation=name, sequence_parallel_size=num_ranks, micro_batch_size=1
     )
     engine = _engine_for(model, mpu, sequence_parallel_size=num_ranks)
-    whole = _whole(batch)
-    held = contiguous_positions(batch.tokens, rank, num_ranks)
-    ids, positions, labels = (x[:, held] for x in (whole["input_ids"], whole["position_ids"], _shifted(whole)))
+    whole_batch = _whole(batch)
+    held_positions = contiguous_positions(batch.tokens, rank, num_ranks)
+    ids, positions, labels = (
+        x[:, held_positions] for x in (whole_batch["input_ids"], whole_batch["position_ids"], _shifted(whole_batch))
+    )
     group = mpu.get_sequence_parallel_group()
 
     def step() -> float:
@@ -356,17 +369,18 @@ def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
 
 
 def alone_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
+    """Return a training step on rank 0 alone, without any engine."""
     if dist.get_rank() != 0:
         return lambda: None
     name = f"alone {batch.tokens} {len(batch.lengths)} {batch.squares}"
     _packed_attention(batch, name)
     model = trained_model(shape, batch.tokens, name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    whole = _whole(batch)
-    labels = _shifted(whole)
+    whole_batch = _whole(batch)
+    labels = _shifted(whole_batch)
 
     def step() -> float:
-        logits = model(input_ids=whole["input_ids"], position_ids=whole["position_ids"]).logits
+        logits = model(input_ids=whole_batch["input_ids"], position_ids=whole_batch["position_ids"]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,15 +1,15 @@
-r"""Ways to run lanes and messages of attention: the backward's order, the overlap of messages, and their posting.
+"""Compare orders of lanes and of messages in attention: order of the backward, overlap of messages, and their posting.
 
     python -m benchmarks.documents lane_order --link 1     # about eight minutes
 
-One attention layer, forward and backward, four ranks in two nodes, 4:3:2:1, by turns in the same processes.
+One attention layer, forward and backward, runs on four ranks in two nodes, of speeds 4:3:2:1, in all ways alternately.
 
-Two batches of ArXiv's lengths, with lanes of the backward in the order of the forward, and in reverse, as Zeppelin's
-attention engine has them: where a lane that would wait yields to the next one, as messages with tags allow, and where
-all ranks go through their lanes in one order, as NCCL wants it.
+Two batches of ArXiv's lengths run the lanes of the backward in the order of the forward, and in reverse, as in
+Zeppelin's attention engine. A lane that would wait may yield to the next one, as messages with tags allow; or all ranks
+run their lanes in one order, as NCCL needs it.
 
-One document over all ranks, with messages that travel while a round computes, and that are waited for before it does;
-posted one by one, and as one batch of operations, as NCCL wants it.
+One document over all ranks is sent by messages that overlap the computation of a round, and by messages that end before
+it. They are posted one by one, or in one batch of operations, as NCCL needs it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ POSTINGS = {
 def measure(
     lab: RankLab, link_bit_per_s: float | None, tokens: int, shrink: int, rounds: int, budget_s: float
 ) -> list[dict[str, Any]]:
-    """All batches, on one rank; rank 0's answer is complete."""
+    """Measure all batches on this rank; the result of rank 0 is complete."""
     total, speeds = sum(lab.cluster.cores), SPEEDS["4:3:2:1"]
     lab.set_speeds([total * speed / sum(speeds) for speed in speeds])
     cores = [speed.measured for speed in lab.speeds]
@@ -89,18 +89,18 @@ def measure(
     cases: list[dict[str, Any]] = []
     for seed in (*SEEDS, None):
         lab.report(len(cases) / (len(SEEDS) + 1), "one document" if seed is None else f"batch {seed}")
-        drawn = [tokens]
+        lengths = [tokens]
         if seed is not None:
-            drawn = [n // shrink for n in DISTRIBUTIONS["arxiv"].batch(tokens * shrink, random.Random(seed))]
-            drawn[-1] += tokens - sum(drawn)
-        batch = PackedBatch(tuple(drawn))
+            lengths = [n // shrink for n in DISTRIBUTIONS["arxiv"].batch(tokens * shrink, random.Random(seed))]
+            lengths[-1] += tokens - sum(lengths)
+        batch = PackedBatch(tuple(lengths))
         placement = batch.place(STREAM if seed is None else DOCUMENTS, schedule, _costs(batch, cores, link_bit_per_s))
-        layout, mine = batch_layout(placement, placement.rows), placement.positions(lab.rank)
+        layout, positions = batch_layout(placement, placement.rows), placement.positions(lab.rank)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor, layout=layout) -> Tensor:  # type: ignore[no-untyped-def]
             return attention(q, k, v, replica, layout, spec).flatten(2)
 
-        layer = Contender(DOCUMENTS, lambda length, mine=mine: mine, attend).layer(SHAPE, tokens)  # type: ignore[misc]
+        layer = Contender(DOCUMENTS, lambda length, positions=positions: positions, attend).layer(SHAPE, tokens)  # type: ignore[misc]
         ways = POSTINGS if seed is None else ORDERS
         actions = {name: _run_as(layer, way) for name, way in ways.items()}
         for action in actions.values():
@@ -111,7 +111,7 @@ def measure(
         cases.append(
             {
                 "seed": seed,
-                "documents": drawn,
+                "documents": lengths,
                 "lanes": zones,
                 "seconds": turns.seconds,
                 "foreign_cores": turns.foreign_cores,
@@ -141,7 +141,7 @@ def _run_as(layer: Callable[[], object], way: Way) -> Callable[[], object]:
 
 
 def _costs(batch: PackedBatch, cores: Sequence[float], link_bit_per_s: float | None) -> UnitCosts:
-    """Of attention alone, by the rates of all ranks at once. Caller: every rank."""
+    """Return the costs of attention from the rates of all ranks at the same time. Caller: every rank."""
     at_once = run_at_once(batch, SHAPE, cores)
     rates = [median(of_rank) for of_rank in zip(*at_once.rates(), strict=True)]
     edge = max(at_once.edge_tokens(), 1e-3)
@@ -149,7 +149,7 @@ def _costs(batch: PackedBatch, cores: Sequence[float], link_bit_per_s: float | N
 
 
 def main(words: Sequence[str]) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.documents lane_order", description=__doc__.partition("\n")[0]
     )

@@ -1,13 +1,14 @@
-"""How good and how fast the planner of documents is.
+"""Measure how good and how fast the planner of documents is.
 
     python -m benchmarks.documents plan [--batches N] [--crossing routed|ring] [--json]
 
-    balance    slowest rank's computing over the ideal, mean and worst, by distribution, ranks, tokens and speeds; and
-               the predicted time over the ideal, which counts what does not hide
-    speed      milliseconds for 1,000 documents on 64 and on 1,024 ranks, from lengths to the placement
+    balance    computing time of the slowest rank over the ideal, mean and worst, by distribution, ranks, tokens and
+               speeds; and the predicted time over the ideal, which includes messages that are not hidden
+    speed      milliseconds from lengths to the placement, for 1,000 documents on 64 and on 1,024 ranks
 
-Nodes of eight A800 of which some are slowed down (4:3:2:1 in every node), a 7B model, links of the paper's cluster A,
-and room for three times the mean of tokens on every rank. Nothing but the planner's own time is measured.
+The nodes have eight A800, some of which are slowed down (4:3:2:1 in every node), the links of the paper's cluster A,
+and room for three times the mean of tokens on every rank. The model has 7B parameters. Only the planner's own time is
+measured.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from ds_hetero.values.schedule import Schedule
 
 KIB = 1024
 SPEEDS = {"equal": (1.0,), "4:3:2:1": (4.0, 3.0, 2.0, 1.0)}
-FEW = ((16, 64 * KIB), (32, 128 * KIB), (64, 256 * KIB))  # ranks and tokens: 4K tokens per rank
-MANY = (4, 16, 64)  # ranks, with four documents each
+CELLS_OF_4K_PER_RANK = ((16, 64 * KIB), (32, 128 * KIB), (64, 256 * KIB))  # ranks and tokens: 4K tokens per rank
+RANKS_WITH_FOUR_DOCUMENTS = (4, 16, 64)  # ranks, with four documents each
 MANY_LIMIT, FEW_LIMIT = 1.02, 1.08  # of the mean balance of a cell
 SPEED_MS = {64: 5.0, 1024: 50.0}
 SEED, REPEATS, DOCUMENTS, ROOM = 1, 7, 1000, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if everything that must be true is."""
+    """Run the command; return 0 if every target is met."""
     options = _parser().parse_args(arguments)
     progress = Console(stderr=True)
     outcome: dict[str, Any] = header(" ".join(["python -m benchmarks.documents plan", *(arguments or ())]))
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.documents plan", description=__doc__.partition("\n")[0])
     parser.add_argument("--batches", type=int, default=20, help="batches of every cell")
     parser.add_argument(
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def cluster_of(num_ranks: int, speeds: Sequence[float]) -> Cluster:
-    """Nodes of eight ranks like those of the paper's cluster A, slowed down by turns; one smaller node for fewer."""
+    """Return nodes of eight ranks like those of the paper's cluster A, with speeds in turn; few ranks are one node."""
     plain = load_cluster("zeppelin-a")
     (device, *_), node = plain.devices, plain.nodes[0]
     per_node = min(8, num_ranks)
@@ -106,7 +108,7 @@ def cluster_of(num_ranks: int, speeds: Sequence[float]) -> Cluster:
 
 
 def costs_of(num_ranks: int, tokens: int, speeds: Sequence[float], routed: bool = True) -> tuple[Schedule, UnitCosts]:
-    """Every rank a unit of its own, and what documents cost it, with room for `ROOM` times the mean of tokens."""
+    """Return the costs of documents with every rank as a unit, and room for `ROOM` times the mean of tokens."""
     cluster, model = cluster_of(num_ranks, speeds), load_model("llama-2-7b")
     cost = make_cost_model("calibrated", cluster, model, Workload(seq_len=tokens, activation_checkpointing=False))
     assert isinstance(cost, CalibratedCostModel)
@@ -116,23 +118,23 @@ def costs_of(num_ranks: int, tokens: int, speeds: Sequence[float], routed: bool 
 
 
 def with_room(costs: UnitCosts, tokens: int) -> UnitCosts:
-    """The same costs with as much memory on every rank as rows of ``tokens`` tokens take."""
+    """Return the costs with room on every rank for rows of ``tokens`` tokens."""
     ranks = len(costs.token_s)
     return replace(costs, most_tokens=(ROOM * tokens // ranks,) * ranks)
 
 
 def _cells() -> Iterator[tuple[str, str, int, int | None]]:
-    """Distribution, speeds, ranks, and tokens; None for four documents per rank."""
+    """Yield distribution, speeds, ranks and tokens of every cell; tokens are None for four documents per rank."""
     for name in DISTRIBUTIONS:
         for speeds in SPEEDS:
-            for num_ranks, tokens in FEW:
+            for num_ranks, tokens in CELLS_OF_4K_PER_RANK:
                 yield name, speeds, num_ranks, tokens
-            for num_ranks in MANY:
+            for num_ranks in RANKS_WITH_FOUR_DOCUMENTS:
                 yield name, speeds, num_ranks, None
 
 
 def cell(name: str, speeds: str, num_ranks: int, tokens: int | None, batches: int, routed: bool) -> dict[str, Any]:
-    """Balance and prediction of one cell, over random batches."""
+    """Return balance and predictions of one cell over random batches."""
     generator = random.Random(SEED)
     rows = [_lengths(DISTRIBUTIONS[name], num_ranks, tokens, generator) for _ in range(batches)]
     _, costs = costs_of(num_ranks, tokens or max(map(sum, rows)), SPEEDS[speeds], routed)
@@ -145,7 +147,7 @@ def cell(name: str, speeds: str, num_ranks: int, tokens: int | None, batches: in
         bound_s = ideal_s(lengths, costs)
         balance.append(placed.loads.compute_s / bound_s)
         over_ideal.append(placed.predicted_s / bound_s)
-        members.append(placed.members)
+        members.append(placed.num_fragments)
         most.append(max(placed.loads.tokens) * num_ranks / sum(lengths))
     return {
         "distribution": name,
@@ -178,7 +180,7 @@ def _speed_cells() -> Iterator[tuple[int, str, str]]:
 
 
 def speed(num_ranks: int, kind: str, speeds: str) -> dict[str, Any]:
-    """Time from lengths to the placement, the least of some."""
+    """Return the time from lengths to the placement, the least of several runs."""
     generator = random.Random(SEED)
     if kind == "chat":
         lengths = [min(max(int(generator.lognormvariate(5.8, 1.0)), 16), 8 * KIB) for _ in range(DOCUMENTS)]
@@ -212,6 +214,7 @@ def _failures(outcome: dict[str, Any]) -> Iterator[str]:
 
 
 def _tables(outcome: dict[str, Any]) -> Iterator[Table]:
+    """Yield the tables."""
     table = Table("documents", "ranks", "tokens", "speeds", title="Placements of documents")
     for heading in ("balance", "worst", "predicted / ideal", "fragments", "most tokens / mean", "ms"):
         table.add_column(heading, justify="right")

@@ -1,12 +1,12 @@
-r"""Tokens that move between attention and linear layers, against tokens that stay: where that pays and where it costs.
+"""Measure when it pays to move tokens between ranks for attention, and when it costs.
 
     python -m benchmarks.documents remap --link 1      # about three minutes
-    python -m benchmarks.documents remap --predict     # predictions for 8 to 32 A800 instead, nothing is measured
+    python -m benchmarks.documents remap --predict     # predictions for 8 to 32 A800; nothing is measured
 
-Training steps of a small Llama through DeepSpeed, four ranks in two nodes, 4:3:2:1, ArXiv's lengths, by turns in the
-same processes. Three cases: every other rank's attention kernel computes `SLOWER` times, as a card without a fast one
-would; all kernels alike; and alike with Zeppelin's planner, which takes ranks for equal. What "where_faster" takes is
-one of the two, and said.
+Training steps of a small Llama through DeepSpeed run on four ranks in two nodes, of speeds 4:3:2:1, with ArXiv's
+lengths, in all ways alternately. There are three cases: every other rank computes attention `SLOWER` times, like a GPU
+without a fast kernel; all ranks compute it once; and the same with Zeppelin's planner, which assumes equal ranks. The
+value "where_faster" takes one of the other two, and the table says which.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ OF_ALL_LENGTHS = PackedBatch((64,) * 16 + (256,) * 4 + (1024,) * 2)  # for what 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A case that is measured.
 
     Args:
-        slower: how many times as long attention takes on every other rank.
-        planner: a published one in the place of ours.
+        slower: how often every other rank computes attention.
+        planner: published planner to use instead of ours.
     """
 
     name: str
@@ -81,14 +81,14 @@ class RemappedBatch(PackedBatch):
     planner: str | None = None
 
     def place(self, name: str, schedule: Schedule, costs: UnitCosts) -> Placement:
-        """The placement of a job's placer."""
+        """Return the placement by a job's placer with the value ``name``."""
         remap: RemapWish = name  # type: ignore[assignment]
         placer = DocumentPlacer(costs, planner=self.planner, remap=remap)
         return placer(schedule, self.tokens, (Rows(0, 1, self.documents),))
 
 
 def measure(lab: RankLab, link_bit_per_s: float | None, rounds: int, budget_s: float) -> list[dict[str, Any]]:
-    """Measure all cases on this rank; the rows of rank 0 alone have the figures of all ranks."""
+    """Measure all cases on this rank; the rows of rank 0 have the figures of all ranks."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -97,12 +97,12 @@ def measure(lab: RankLab, link_bit_per_s: float | None, rounds: int, budget_s: f
     cores = [speed.measured for speed in lab.speeds]
     schedule = proportional(cores, SHAPE.num_heads, SHAPE.num_kv_heads)
     alike = _costs(lab, cores, link_bit_per_s)
-    drawn = [length // SHRINK for length in DISTRIBUTIONS["arxiv"].batch(TOKENS * SHRINK, random.Random(1))]
-    drawn[-1] += TOKENS - sum(drawn)
+    lengths = [length // SHRINK for length in DISTRIBUTIONS["arxiv"].batch(TOKENS * SHRINK, random.Random(1))]
+    lengths[-1] += TOKENS - sum(lengths)
     results = []
     for done, case in enumerate(CASES, start=1):
         lab.report(done / (len(CASES) + 1), case.name)
-        batch = RemappedBatch(tuple(drawn), case.planner)
+        batch = RemappedBatch(tuple(lengths), case.planner)
         factors = [case.slower if rank % 2 else 1 for rank in range(len(cores))]
         costs = _with_slower_attention(alike, factors)
         placements = {wish: batch.place(wish, schedule, costs) for wish in (STAYS, MOVES, CHOOSES)}
@@ -135,7 +135,7 @@ def measure(lab: RankLab, link_bit_per_s: float | None, rounds: int, budget_s: f
 
 @contextmanager
 def _repeated_attention(times: int) -> Iterator[None]:
-    """Let this rank's kernel compute everything so many times."""
+    """Let this rank's kernel compute everything ``times`` times."""
 
     def repeated(compute: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -153,7 +153,7 @@ def _repeated_attention(times: int) -> Iterator[None]:
 
 
 def _with_slower_attention(costs: UnitCosts, factors: Sequence[int]) -> UnitCosts:
-    """The costs of ranks whose attention takes so many times as long."""
+    """Return the costs of ranks whose attention takes ``factors[rank]`` times as long."""
     edge_s = tuple(s * factor for s, factor in zip(costs.edge_s, factors, strict=True))
     return replace(
         costs,
@@ -164,7 +164,7 @@ def _with_slower_attention(costs: UnitCosts, factors: Sequence[int]) -> UnitCost
 
 
 def _costs(lab: RankLab, cores: Sequence[float], link_bit_per_s: float | None) -> UnitCosts:
-    """Of a step, on ranks with these speeds. Caller: every rank."""
+    """Return the costs of a step on ranks with these speeds. Caller: every rank."""
     edge_tokens = run_at_once(OF_ALL_LENGTHS, SHAPE, cores).edge_tokens()
     costs = step_costs(lab, SHAPE, TOKENS, link_bit_per_s)
     times = zip(costs.token_s, costs.square_s, strict=True)
@@ -177,7 +177,7 @@ def _costs(lab: RankLab, cores: Sequence[float], link_bit_per_s: float | None) -
 
 
 def main(words: Sequence[str]) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.documents remap", description=__doc__.partition("\n")[0]
     )
@@ -209,7 +209,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def table_of(cases: Sequence[dict[str, Any]]) -> Table:
-    """A row per case."""
+    """Return a table with one row per case."""
     table = Table(title="EMULATED: training steps whose tokens stay, and whose tokens move for the linear layers")
     for column in (
         "planner and ranks",
@@ -236,7 +236,7 @@ def table_of(cases: Sequence[dict[str, Any]]) -> Table:
 
 
 def predictions() -> Table:
-    """Gains of moving that the planner predicts for one batch of every distribution, and whether it takes them."""
+    """Return predicted gains of moving tokens for one batch of every distribution, and the planner's choices."""
     table = Table(title="Predicted: blocks of Llama 2 7B whose tokens stay, over those whose tokens move; * taken")
     for column in ("ranks", "speeds", "attention", *DISTRIBUTIONS):
         table.add_column(column)

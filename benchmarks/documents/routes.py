@@ -1,13 +1,14 @@
-r"""A document over two nodes of two ranks: one ring over all ranks, against from node to node and round inside them.
+"""Compare two routes of a document's KV over two nodes of two ranks: one ring over all ranks, or node to node first.
 
     python -m benchmarks.documents routes --link 0.5       # about two minutes
     python -m benchmarks.documents routes --link 0.1 --interfaces 1 2 --messages [--proxies]
 
-One attention layer, forward and backward, by turns in the same processes. With one interface the ranks of a node share
-its link, so that what is measured is the gain of fewer bytes between nodes and of longer hiding. With two each rank has
-one, and what leaves by each is counted. With ``--messages`` nothing is computed, as on devices whose attention takes no
-time: what is left is this engine's messages of one long sequence, and how fast the interfaces carry them. With
-``--proxies`` one rank of every node holds the document, and the other one passes on a part of its blocks.
+In the second route KV goes from node to node, and around a ring inside each. One attention layer, forward and backward,
+runs both alternately in the same processes. With one interface the ranks of a node share its link: measured is the gain
+of fewer bytes between nodes, which are hidden for longer. With two interfaces each rank has one, and the bytes through
+each are counted. With ``--messages`` nothing is computed, as if attention took no time: measured are the messages of
+one long sequence, and how fast the interfaces carry them. With ``--proxies`` one rank of every node holds the document,
+and the other one passes on a part of its blocks.
 """
 
 from __future__ import annotations
@@ -51,42 +52,44 @@ CORES = 0.85  # of all ranks together: more, and ranks compete with their commun
 
 
 class _Nothing(TorchKernel):
-    """Attention that takes no time: results are zeros."""
+    """A kernel that takes no time; its results are zeros."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
-        """Zeros."""
+        """Return zeros."""
         return q.new_zeros(()).expand(q.shape), q.new_zeros(()).expand(q.shape[:3])
 
     def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
-        """Zeros."""
+        """Return zeros."""
         zero = dout.new_zeros(())
         return zero.expand(saved.q.shape), zero.expand(saved.k.shape), zero.expand(saved.v.shape)
 
 
 def measure(lab: RankLab, tokens: int, rounds: int, budget_s: float, computes: bool, proxies: bool) -> dict[str, Any]:
-    """Both ways by turns, on one rank; equal on all but for the seconds and what left by its node's interfaces."""
+    """Run both routes alternately on this rank; only seconds and the bytes of interfaces differ between ranks."""
     shape, schedule = Shape(), ring(len(NODES), Shape.num_heads, Shape.num_kv_heads)
     replica = make_replica(Plan.of_replicas([schedule]))
     kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None) if computes else _Nothing()
     spec = AttentionSpec(kernel)
-    held = share(tokens, [1, 0, 1, 0] if proxies else [1] * len(NODES))
-    whole = Lane(members=tuple(range(len(NODES))), spans=((0, tokens),), tokens=(held,), layout="zigzag")
-    holding = tuple(rank for rank in whole.members if held[rank])
-    lane = replace(whole, members=holding, tokens=(tuple(held[rank] for rank in holding),))
-    plain = Placement(
-        schedule=schedule, length=tokens, rank_tokens=held, lanes=(lane,), rows=(Rows(0, 1, ((0, tokens),)),)
+    unit_tokens = share(tokens, [1, 0, 1, 0] if proxies else [1] * len(NODES))
+    lane_of_all_nodes = Lane(
+        members=tuple(range(len(NODES))), spans=((0, tokens),), tokens=(unit_tokens,), layout="zigzag"
     )
-    by_nodes = replace(whole, nodes=NODES, proxies=proxies)
+    holding = tuple(rank for rank in lane_of_all_nodes.members if unit_tokens[rank])
+    lane = replace(lane_of_all_nodes, members=holding, tokens=(tuple(unit_tokens[rank] for rank in holding),))
+    plain = Placement(
+        schedule=schedule, length=tokens, rank_tokens=unit_tokens, lanes=(lane,), rows=(Rows(0, 1, ((0, tokens),)),)
+    )
+    by_nodes = replace(lane_of_all_nodes, nodes=NODES, proxies=proxies)
     placements = {ONE_RING: plain, BY_NODES: replace(plain, lanes=(by_nodes,))}
     actions: dict[str, Callable[[], object]] = {}
     wire = {}
     for name, placement in placements.items():
-        layout, mine = batch_layout(placement, placement.rows), placement.positions(lab.rank)
+        layout, positions = batch_layout(placement, placement.rows), placement.positions(lab.rank)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor, layout=layout) -> Tensor:  # type: ignore[no-untyped-def]
             return attention(q, k, v, replica, layout, spec).flatten(2)
 
-        actions[name] = Contender(name, lambda length, mine=mine: mine, attend).layer(shape, tokens)  # type: ignore[misc]
+        actions[name] = Contender(name, lambda length, positions=positions: positions, attend).layer(shape, tokens)  # type: ignore[misc]
         wire[name] = {
             "counted": counted_bytes(actions[name], NODES),
             "planned": planned_bytes(placement, shape, NODES),
@@ -106,7 +109,7 @@ def measure(lab: RankLab, tokens: int, rounds: int, budget_s: float, computes: b
 
 
 def _sent_by(action: Callable[[], object]) -> dict[str, int]:
-    """Bytes that leave this rank's node by every interface in one run of all ranks; headers and retries included."""
+    """Return the bytes that each interface of this node sends during one run of all ranks, with headers and retries."""
     dist.barrier()
     before = sent_by_interface()
     dist.barrier()
@@ -116,13 +119,13 @@ def _sent_by(action: Callable[[], object]) -> dict[str, int]:
 
 
 def sent_by_interface() -> dict[str, int]:
-    """Bytes sent so far by every interface of this node but loopback."""
+    """Return the bytes sent so far by every interface of this node except loopback."""
     lines = (line.split(":") for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:])
     return {name.strip(): int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo"}
 
 
 def main(words: Sequence[str]) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.documents routes", description=__doc__.partition("\n")[0]
     )
@@ -152,6 +155,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _run(options: argparse.Namespace, interfaces: int) -> dict[str, Any]:
+    """Run one setting of the command."""
     link = options.link * 1e9 or None
     nodes = tuple(EmulatedNode(speeds=(1.0, 1.0), link_bit_per_s=link, links=interfaces) for _ in range(2))
     with (

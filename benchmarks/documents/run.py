@@ -74,20 +74,20 @@ RUNS_AT_ONCE = 2  # before the placement is planned
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is measured.
+    """The cases to measure.
 
     Args:
-        cases: (scope, speeds, distribution), steps last: stock stays registered.
+        cases: (scope, speeds, distribution); steps come last, because stock DeepSpeed stays registered.
         shape: of the layer and the model.
         tokens: of a batch.
-        shrink: what the published lengths are divided by.
+        shrink: divisor of the published lengths.
         rounds: turns of every contender at most.
-        budget_s: of a case, after which no further round begins.
+        budget_s: seconds of a case after which no further round begins.
         seed: of the batches.
-        link_bit_per_s: between the nodes; None: loopback.
+        link_bit_per_s: rate of the link between the nodes; None for loopback.
         kept: file that gets a line for every case as soon as it has been measured.
-        brief: stream and documents alone; the bounds for ArXiv's lengths on unequal ranks alone.
-        until_s: of the monotonic clock, after which no further case is begun.
+        brief: measure stream and documents alone, and the bounds only for ArXiv's lengths on unequal ranks.
+        until_s: time of the monotonic clock after which no further case is begun.
     """
 
     cases: tuple[tuple[str, str, str], ...]
@@ -104,27 +104,27 @@ class RunPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What cases of different runs must have in common to be in one table."""
+        """Settings that cases of different runs must have in common to be in one table."""
         return {"tokens": self.tokens, "shrink": self.shrink, "seed": self.seed, "link_bit_per_s": self.link_bit_per_s}
 
     def known(self) -> list[dict[str, Any]]:
-        """Cases of this plan that the file has."""
+        """Cases of this plan that are in the file."""
         lines = self.kept.read_text().splitlines() if self.kept is not None and self.kept.exists() else []
         entries = [entry for entry in map(json.loads, lines) if entry["settings"] == self.settings]
         return [entry["case"] for entry in entries if _which(entry["case"]) in self.cases]
 
     def keep(self, case: Mapping[str, Any]) -> None:
-        """Add a case to the file."""
+        """Append a case to the file."""
         if self.kept is not None:
             with self.kept.open("a") as lines:
                 lines.write(json.dumps({"settings": self.settings, "case": case}) + "\n")
 
     def batch(self, distribution: str) -> PackedBatch:
-        """Documents that fill a row, a multiple of the ranks."""
+        """Return documents that fill a row; its length is a multiple of the number of ranks."""
         if distribution == SINGLE:
             return PackedBatch((self.tokens // 2,))
-        drawn = DISTRIBUTIONS[distribution].batch(self.tokens * self.shrink, random.Random(self.seed))
-        lengths = [max(length // self.shrink, 1) for length in drawn]
+        lengths = DISTRIBUTIONS[distribution].batch(self.tokens * self.shrink, random.Random(self.seed))
+        lengths = [max(length // self.shrink, 1) for length in lengths]
         lengths[-1] += self.tokens - sum(lengths)
         return PackedBatch(tuple(lengths))
 
@@ -134,13 +134,13 @@ def _which(case: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def measure(lab: RankLab, plan: RunPlan) -> list[dict[str, Any]]:
-    """Everything that is not known, on one rank; rank 0's answer is complete."""
+    """Measure all cases that are not in the file, on this rank; the result of rank 0 is complete."""
     total, measured = sum(lab.cluster.cores), ""
-    known = set(map(_which, plan.known()))
+    measured_cases = set(map(_which, plan.known()))
     dist.barrier()
     results = []
     for done, (scope, speeds, distribution) in enumerate(plan.cases):
-        if (scope, speeds, distribution) in known or not _goes_on(plan.until_s):
+        if (scope, speeds, distribution) in measured_cases or not _goes_on(plan.until_s):
             continue
         lab.report(done / len(plan.cases), f"{scope}, {speeds}, {distribution}")
         if speeds != measured:
@@ -154,13 +154,14 @@ def measure(lab: RankLab, plan: RunPlan) -> list[dict[str, Any]]:
 
 
 def _goes_on(until_s: float) -> bool:
-    """Whether rank 0 still has time."""
+    """Return whether rank 0 still has time."""
     box = torch.tensor(int(time.monotonic() < until_s))
     dist.broadcast(box, src=0)
     return bool(box)
 
 
 def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: str) -> dict[str, Any]:
+    """Measure one case."""
     cores = [speed.measured for speed in lab.speeds]
     batch = plan.batch(distribution)
     case: dict[str, Any] = {"scope": scope, "speeds": speeds, "distribution": distribution}
@@ -204,7 +205,7 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
 
 
 def _predicted(batch: PackedBatch, schedule: Schedule, costs: UnitCosts) -> dict[str, Any]:
-    """What the placement of documents is predicted to gain, and whether the batch stays a stream all the same."""
+    """Return the predicted gain of placing by documents, and whether the batch stays a stream all the same."""
     by_documents = place_documents(schedule, batch.documents, batch.tokens, costs)
     times = [
         placement_loads(placement, batch.documents, costs).predicted_s + costs.step_s
@@ -217,7 +218,7 @@ def _predicted(batch: PackedBatch, schedule: Schedule, costs: UnitCosts) -> dict
 
 
 def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: str) -> dict[str, Any]:
-    """One rank loses speed between two steps: when are the others no longer held up?"""
+    """Slow one rank down between two steps; return after how many steps the others no longer wait for it."""
     cores = [speed.measured for speed in lab.speeds]
     asked = [share * sum(lab.cluster.cores) / sum(SPEEDS[speeds]) for share in SPEEDS[speeds]]
     batch = plan.batch(distribution)
@@ -247,7 +248,7 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
 
 
 def run_at_once(batch: PackedBatch, shape: Shape, cores: Sequence[float]) -> AtOnce:
-    """Attention of all ranks at once, run as often as its rates take. Caller: every rank."""
+    """Run attention of all ranks at the same time, as often as stable rates take. Caller: every rank."""
     at_once = AtOnce(batch, shape, cores)
     for _ in range(RUNS_AT_ONCE):
         timed_run(at_once)
@@ -263,7 +264,7 @@ def costs_at_speeds(
     *,
     num_layers: int = 1,
 ) -> UnitCosts:
-    """Costs of ranks with these speeds, by the times at speed 1; links inside nodes count as free."""
+    """Return the costs of ranks with these speeds, from times at speed 1; links inside nodes are free."""
     kv_bytes = 3 * 2 * shape.num_kv_heads * shape.head_dim * torch.float32.itemsize  # forward, backward and gradients
     cross_s = num_layers * kv_bytes * 8 / link_bit_per_s if link_bit_per_s else 0.0
     return UnitCosts(
@@ -297,9 +298,9 @@ _solved: dict[int, list[float]] = {}  # by tokens of a batch: core seconds by to
 
 
 def _solve_step(shape: Shape, tokens: int) -> list[float]:
-    """Seconds per token, diagonals included, per square of a length, and once, of a step of rank 0 alone.
+    """Return the seconds of a step of rank 0 alone: per token with diagonals, per squared length, and per step.
 
-    From three batches: many short documents, half of these, and one document.
+    They are solved for from three batches: many short documents, half of these, and one document.
     """
     short = tokens // 64
     batches = [PackedBatch((short,) * 64), PackedBatch((short,) * 32), PackedBatch((tokens // 4,))]
@@ -315,7 +316,7 @@ def _solve_step(shape: Shape, tokens: int) -> list[float]:
 
 
 def main(words: Sequence[str]) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.documents run", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="ArXiv lengths only, in about three minutes")
     parser.add_argument("--tokens", type=int, help="of a batch")
@@ -354,6 +355,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _plan(options: argparse.Namespace) -> RunPlan:
+    """Return the plan of the command's options."""
     distributions = ("arxiv",) if options.quick else tuple(DISTRIBUTIONS)
     scopes = options.scopes or (SCOPES[:2] if options.quick else SCOPES)
     cases = [

@@ -1,4 +1,4 @@
-"""Tables of what `benchmarks.documents.run` has measured."""
+"""Tables of the results of `benchmarks.documents.run`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOWED_RANK, SLOWED_TO, STEPS_BEFORE = 1, 0.6, 5
 
 
 def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per contender and case."""
+    """Return one row per contender and case."""
     rows = []
     for case in results:
         if case["scope"] == REPLAN:
@@ -48,7 +48,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Tables for people."""
+    """Print the tables."""
     console.print(
         f"EMULATED: two nodes of two ranks; {result['tokens']} tokens, lengths divided by {result['shrink']}, fp32, "
         f"causal, {result['seconds']:.0f} s in all"

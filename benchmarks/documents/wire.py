@@ -1,4 +1,4 @@
-"""What one pass of a layer puts on the wire: counted where ranks send, and from a placement's tables."""
+"""Bytes that one pass of a layer sends: counted where ranks send, and computed from a placement's tables."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ELEMENT_BYTES = 4
 
 
 def counted_bytes(action: Callable[[], object], node_of_rank: Sequence[int]) -> dict[str, int]:
-    """Bytes of all messages of one call of ``action``, over all ranks, inside and between nodes; on every rank."""
+    """Return the bytes of all messages of one ``action`` over all ranks, inside and between nodes; on every rank."""
     sent: Counter[str] = Counter()
-    own, post = node_of_rank[dist.get_rank()], Channel.post
+    node, post = node_of_rank[dist.get_rank()], Channel.post
 
     def counting(self: Channel, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
         for message in sends:
-            sent[LINK_KINDS[own != node_of_rank[message.peer]]] += message.tensor.nbytes
+            sent[LINK_KINDS[node != node_of_rank[message.peer]]] += message.tensor.nbytes
         return post(self, receives, sends)
 
     channel.Channel.post = counting  # type: ignore[method-assign]
@@ -38,6 +38,6 @@ def counted_bytes(action: Callable[[], object], node_of_rank: Sequence[int]) -> 
 
 
 def planned_bytes(placement: Placement, shape: Shape, node_of_rank: Sequence[int]) -> dict[str, float]:
-    """What the planner says that the rings of one layer send: KV forward, KV and fp32 gradients backward."""
+    """Return the planned bytes of the rings of one layer: KV forward; KV and fp32 gradients backward."""
     once = 2 * shape.head_dim * _ELEMENT_BYTES
     return ring_bytes(placement, node_of_rank, KVBytes(forward=once, backward=once, gradients=once))

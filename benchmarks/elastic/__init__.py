@@ -1,1 +1,1 @@
-"""Faults of an elastic job: ranks, agents, keepers and nodes are killed by seed, and every step is compared."""
+"""Benchmark of elastic jobs: kill processes and nodes by seed, and compare every step with one process."""

@@ -1,13 +1,13 @@
 """Kill parts of an elastic job by seed, and compare every step with one process.
 
-    python -m benchmarks.elastic --faults 500 --seed 1 --json     # one line a fault, then one for the run
+    python -m benchmarks.elastic --faults 500 --seed 1 --json     # one line per fault, then one for the run
     python -m benchmarks.elastic --quick                          # 20 faults
 
-Ranks, agents, keepers and nodes are processes of this machine; nodes have their own memory folder, which dies with
-them. Most jobs run over loopback. The others have network namespaces, whose links can be cut (which needs root); in one
-each node has a warm server of its own, which can be killed. Every fault waits at most --limit-s for the next step; that
-is a hang. With --at-once several jobs share the machine, which fills the seconds in which one waits for a silence; the
-phases of a fault are measured with one job alone.
+Ranks, agents, node servers and nodes are processes of this machine; a node has a memory folder of its own, which is
+deleted with it. Most jobs run over loopback. The others run in network namespaces, whose links can be cut (which needs
+root); in one of them each node has its own fork server, which can be killed. Every fault waits for the next step,
+--limit-s at most; longer is a hang. With --at-once several jobs share the machine, which uses the seconds in which a
+job waits for a silence; the phases of a fault are measured with one job alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Job(NamedTuple):
     has_network: bool = False  # of its own; then fewer than half of the ranks wait, else any number goes on
     loop: str = "own"  # of `training.LOOPS`
     is_lora: bool = False  # its adapters alone are trained
-    warms_itself: bool = False  # each node starts a warm server, which imports the frameworks
+    warms_itself: bool = False  # each node starts a fork server, which imports the frameworks
 
 
 JOBS = (
@@ -72,7 +72,7 @@ JOBS = (
 
 
 def summarize(lines: list[dict[str, Any]], every: int) -> dict[str, Any]:
-    """One line for all faults."""
+    """Return one line on all faults."""
     back = [line for line in lines if not line["hang"]]
     lost = [line["lost_steps"] for line in back]
     seconds: dict[str, list[float]] = {}
@@ -99,7 +99,7 @@ def _is_notice_alone(line: dict[str, Any]) -> bool:
 
 
 def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All faults, a share of them on each job."""
+    """Divide the faults over the jobs, and run all jobs."""
     jobs = [JOBS[number] for number in options.jobs]
     shares = [options.faults // len(jobs) + (i < options.faults % len(jobs)) for i in range(len(jobs))]
     end_s, has_ended = time.monotonic() + options.time_s, threading.Event()
@@ -122,22 +122,22 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         needs_server = not all(job.warms_itself for job in jobs)
         socket = stack.enter_context(warm_server(Path(root))) if needs_server else None
         with ThreadPoolExecutor(options.at_once) as pool:
-            running = [pool.submit(run_job, *one) for one in zip(options.jobs, jobs, shares, strict=True)]
+            running = [pool.submit(run_job, *future) for future in zip(options.jobs, jobs, shares, strict=True)]
             try:
-                while not lines.empty() or not all(one.done() for one in running):
+                while not lines.empty() or not all(future.done() for future in running):
                     with contextlib.suppress(queue.Empty):
                         yield lines.get(timeout=0.1)
-                for one in running:
-                    one.result()
+                for future in running:
+                    future.result()
             finally:
                 has_ended.set()
-                for one in running:
-                    one.cancel()
+                for future in running:
+                    future.cancel()
 
 
 @contextlib.contextmanager
 def cluster_of(job: Job, folder: Path, every: int, socket: Path | None, pause_s: float = 0.05) -> Iterator[Cluster]:
-    """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs that have none."""
+    """Yield the nodes of a job, and end them. ``socket``: of a fork server for jobs that have none."""
     arguments = ["--stage", str(job.stage), "--every", str(every), "--pause-s", str(pause_s)]
     arguments += [*([] if job.loop == "own" else ["--loop", job.loop]), *(["--lora"] if job.is_lora else [])]
     with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ def cluster_of(job: Job, folder: Path, every: int, socket: Path | None, pause_s:
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Parse the options, run the jobs, print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -179,10 +179,10 @@ def main() -> None:
     sys.exit(0 if is_well else 1)
 
 
-def _listed(known: tuple[str, ...]) -> Any:
+def _listed(choices: tuple[str, ...]) -> Any:
     def parse(text: str) -> tuple[str, ...]:
-        if unknown := set(text.split(",")) - set(known):
-            raise argparse.ArgumentTypeError(f"{sorted(unknown)} is not of {', '.join(known)}")
+        if unknown := set(text.split(",")) - set(choices):
+            raise argparse.ArgumentTypeError(f"{sorted(unknown)} is not of {', '.join(choices)}")
         return tuple(text.split(","))
 
     return parse

@@ -1,12 +1,12 @@
-"""What being elastic costs while nothing fails: steps of one job with saves and without, by turns, on an idle machine.
+"""Measure the cost of being elastic while nothing fails: steps of one job with saves and without, on an idle machine.
 
-    python -m benchmarks.elastic.cost --time-s 130 --json              # k chosen by the job; at most 2 % is the goal
-    python -m benchmarks.elastic.cost --lora --every 1 --time-s 130  # adapters of LoRA alone; 1 %
+    python -m benchmarks.elastic.cost --time-s 130 --json              # k chosen by the job; the target is 2 % at most
+    python -m benchmarks.elastic.cost --lora --every 1 --time-s 130    # LoRA adapters alone; the target is 1 %
 
-Two ranks, one a node, over loopback, with the agents, keepers and servers of an elastic job, whose own share of the
-processors is told beside. The first steps, in which k is found, do not count. Beside seconds stand CPU seconds of rank
-0's process, all threads together, which do not drift as the machine does. Every pair of turns is printed as it comes,
-and all ends after ``--time-s``, starts included.
+Two ranks, one per node, train over loopback, with the agents and servers of an elastic job; the CPU time of
+these is printed, too. The first steps, in which the job chooses k, do not count. Besides seconds, CPU seconds of all
+threads of rank 0's process are compared, which do not drift with the machine. Every pair of turns is printed when it
+ends, and the command ends after ``--time-s``, starts included.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from typing import Any
 from benchmarks.elastic.nodes import Cluster, children_of, warm_server
 
 _WARM_UP_STEPS, _WARM_UP_STEPS_OF_GIVEN = 40, 4  # in which k is found; where it is given
-_LEAST_STEPS = 10  # of a turn; where k is given, fewer, as the machine's speed drifts
-_LEAST_STEPS_OF_GIVEN = 4
+_MIN_STEPS = 10  # of a turn; where k is given, fewer, as the machine's speed drifts
+_MIN_STEPS_OF_GIVEN_K = 4
 _RANKS = 2
 _END_S = 5.0  # that ending the job takes
 
 
 class Turns:
-    """Turns of a job with saves and without, each of a whole number of times k steps.
+    """Alternating turns of a job with saves and without, each of a multiple of k steps.
 
-    A turn with saves begins one step before a save is due and ends when its last one is written and copied, so that all
-    that its saves delay falls into it. Of a turn without, nothing but a condition is left in each step.
+    A turn with saves begins one step before a save is due, and ends when its last save is written and copied, so that
+    it contains the whole delay by its saves. In a turn without saves a step only checks a condition.
 
     Args:
         snapshots: of the engine, a `Snapshots`.
-        is_given: k is, and need not be found.
+        is_given: whether k is given and need not be found.
     """
 
     def __init__(self, snapshots: Any, log: Callable[..., None], *, is_given: bool) -> None:
         self._snapshots, self._log = snapshots, log
         self._is_timed = False
-        self._least = _LEAST_STEPS_OF_GIVEN if is_given else _LEAST_STEPS
+        self._least = _MIN_STEPS_OF_GIVEN_K if is_given else _MIN_STEPS
         self._begin, self._end, self._every = 0, _WARM_UP_STEPS_OF_GIVEN if is_given else _WARM_UP_STEPS, 1
         self._begin_s = self._begin_cpu_s = 0.0
 
     def after_step(self, step: int) -> None:
-        """Note a step; where a turn is at its end, begin the next."""
+        """Record a step; at the end of a turn, begin the next one."""
         if step < self._end:
             return
         had_saves = self._is_timed and not self._snapshots.is_paused
@@ -73,20 +73,20 @@ class Turns:
 
 
 def _pairs(cluster: Cluster, end_s: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Turns with saves and without, as rank 0 logs them, until it is time to end."""
-    seen = 0
+    """Yield pairs of turns with saves and without, as rank 0 logs them, until ``end_s``."""
+    num_events = 0
     while time.monotonic() < end_s:
         turns = [event for event in cluster.events() if event["event"] == "turn"]
-        if len(turns) < 2 * seen + 2:
+        if len(turns) < 2 * num_events + 2:
             time.sleep(0.1)
             continue
-        yield turns[2 * seen], turns[2 * seen + 1]
-        seen += 1
+        yield turns[2 * num_events], turns[2 * num_events + 1]
+        num_events += 1
 
 
 def _helpers_s(cluster: Cluster) -> float:
-    """CPU seconds of all processes of the job but its workers, so far."""
-    pids = {pid for pid, line in children_of(os.getpid()).items() if "elastic.node.warm" in line}
+    """Return the CPU seconds so far of all processes of the job except its workers."""
+    pids = {pid for pid, line in children_of(os.getpid()).items() if "elastic.node.fork_server" in line}
     for node in cluster.nodes:
         pids |= set(node.all_pids()) - set(node.worker_pids())
     return sum(_cpu_s(pid) for pid in pids)
@@ -101,24 +101,24 @@ def _cpu_s(pid: int) -> float:
 
 
 def _cost(pairs: list[tuple[dict[str, Any], dict[str, Any]]], kind: str = "seconds") -> float:
-    """How much longer a step takes with saves."""
+    """Return how much longer a step takes with saves, as a share."""
     with_s, without_s = (sum(pair[i][kind] for pair in pairs) for i in (0, 1))
     with_steps, without_steps = (sum(pair[i]["steps"] for pair in pairs) for i in (0, 1))
     return float(with_s / with_steps / (without_s / without_steps)) - 1
 
 
 def _interval(pairs: list[tuple[dict[str, Any], dict[str, Any]]], kind: str = "seconds") -> list[float]:
-    """95 % of what other draws of the same pairs would have given."""
+    """Return the 95 % interval of `_cost` by resampling the pairs."""
     draw = random.Random(0)
     costs = sorted(_cost(draw.choices(pairs, k=len(pairs)), kind) for _ in range(1000))
     return [round(costs[25], 4), round(costs[974], 4)]
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for each pair of turns, and one for all.
+    """Yield a line for each pair of turns, and one for all.
 
     Raises:
-        RuntimeError: there was no pair within the time.
+        RuntimeError: the time was too short for a pair.
     """
     end_s = time.monotonic() + options.time_s - _END_S
     arguments = ["--stage", str(options.stage), "--every", str(options.every), "--turns"]
@@ -167,7 +167,7 @@ def _latest_log(cluster: Cluster) -> str:
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Parse the options, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--every", type=int, default=0, help="steps between two saves; 0 lets the job choose")

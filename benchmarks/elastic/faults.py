@@ -1,4 +1,4 @@
-"""Faults by seed: what is done to a job, when, and how its going on is judged."""
+"""Strike an elastic job with faults chosen by seed, and judge how it continues."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 
 from benchmarks.elastic import loops, trainer, training
 from benchmarks.elastic.nodes import Cluster, Event, Node
-from ds_hetero.elastic.node.keeper_requests import ask
+from ds_hetero.elastic.node.node_server_requests import ask
 from ds_hetero.elastic.node.place import token_of
 
-KINDS = ("worker", "node", "agent", "keeper", "warm", "stop", "freeze", "cut", "notice")
+KINDS = ("worker", "node", "agent", "node_server", "fork_server", "stop", "freeze", "cut", "notice")
 PHASES = ("step", "save", "copy", "meet", "connect", "build", "load")
 _BEGINS = {"connect": "spawn", "build": "init", "load": "built"}  # the first such event of a restart begins a phase
 _LOSES_NODE = ("node", "notice", "freeze", "cut")
 _START_LIMIT_S = 180.0
 _PHASE_LIMIT_S = 60.0
 _LOOK_S = 0.0002  # at a save, which lasts for milliseconds
-_LEAST_ALONE = 300  # steps
+_MIN_STEPS_ALONE = 300  # steps
 
 _alone: dict[tuple[str, bool], list[dict[str, float]]] = {}  # numbers of training in one process, for all jobs
 _training_alone = threading.Lock()
@@ -36,7 +36,7 @@ class Fault:
 
     Attributes:
         phase: "step" at any time of a step; "save" and "copy" while a save is written; the others are phases of a
-            restart, which the death of a worker brings about before.
+            restart, which is caused by killing a worker before.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Fault:
 
 
 class FaultRun:
-    """One job, and the faults that it is given.
+    """One job and its faults.
 
     Args:
         cluster: its nodes.
@@ -60,7 +60,7 @@ class FaultRun:
         self._num_judged = 0  # of the steps of all ranks so far
 
     def run(self, num_faults: int, kinds: tuple[str, ...], phases: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-        """Give the job faults one after the other; yields a line for each, and ends with the first hang."""
+        """Strike the job with one fault after the other; yield a line for each, and end after the first hang."""
         if not self.start():
             yield {"fault": "start", "phase": "start", "hang": 1, "status": self._status()}
             return
@@ -72,11 +72,12 @@ class FaultRun:
                 return
 
     def start(self) -> bool:
-        """Start all nodes; whether they train."""
+        """Start all nodes; return whether they train."""
         self._cluster.start()
         return self._cluster.wait_for(lambda events: _last_step(events) >= 2, max(_START_LIMIT_S, self._limit_s))
 
     def _choose(self, kinds: tuple[str, ...], phases: tuple[str, ...]) -> Fault:
+        """Choose a fault that is possible now."""
         nodes, draw = self._cluster.nodes, self._draw
         up, down = [node for node in nodes if node.is_up], [node for node in nodes if not node.is_up]
         if down and (len(up) == 1 or self._cluster.keeps_majority or draw.random() < 0.5):
@@ -85,16 +86,19 @@ class FaultRun:
         return Fault(kind, draw.choice(phases), node)
 
     def _is_possible(self, kind: str, node: Node) -> bool:
+        """Return whether a node can have a fault of this kind now."""
         cluster = self._cluster
-        if kind == "warm":
+        if kind == "fork_server":
             return cluster.warm_socket is None
         if kind == "cut" and cluster.network is None:
             return False
-        left = cluster.num_workers - node.workers
-        return kind not in _LOSES_NODE or (2 * left > cluster.num_workers if cluster.keeps_majority else left > 0)
+        num_remaining = cluster.num_workers - node.workers
+        return kind not in _LOSES_NODE or (
+            2 * num_remaining > cluster.num_workers if cluster.keeps_majority else num_remaining > 0
+        )
 
     def give(self, fault: Fault) -> dict[str, Any]:
-        """Give the job one fault, and judge how it went on."""
+        """Strike the job with one fault, and judge how it continued."""
         cluster = self._cluster
         line = {"fault": fault.kind, "phase": fault.phase, "node": fault.node.name}
         began_s = time.time()
@@ -106,23 +110,23 @@ class FaultRun:
             self._wait_for_phase(fault.phase, began_s)
         done_s = time.time()
         expected = self._do(fault)
-        if fault.kind == "keeper":  # nobody has to notice
+        if fault.kind == "node_server":  # nobody has to notice
             last = _last_step(cluster.events())
             is_back = cluster.wait_for(lambda events: _last_step(events) >= last + 2 * self._every, self._limit_s)
-            is_back = is_back and bool(fault.node.children("keeper"))
+            is_back = is_back and bool(fault.node.children("node_server"))
         else:
-            is_back = cluster.wait_for(lambda events: _is_back(events, done_s, expected), self._limit_s)
+            is_back = cluster.wait_for(lambda events: has_continued(events, done_s, expected), self._limit_s)
         if fault.kind in ("freeze", "cut"):
             mended_s = time.time()
             self._mend(fault)
             is_back = is_back and cluster.wait_for(
-                lambda events: _is_back(events, mended_s, cluster.num_workers), self._limit_s
+                lambda events: has_continued(events, mended_s, cluster.num_workers), self._limit_s
             )
         line = {**line, "ranks": cluster.num_workers, "hang": int(not is_back)}
         return {**line, **self.judge(began_s, done_s)} if is_back else {**line, "status": self._status()}
 
     def _wait_for_phase(self, phase: str, began_s: float) -> None:
-        """Wait until a restart is in a phase, and a moment more."""
+        """Wait until a restart is in a phase, and a random moment longer."""
         if (name := _BEGINS.get(phase)) is not None:
             self._cluster.wait_for(
                 lambda events: any(e["event"] == name and e["time"] > began_s for e in reversed(events)), _PHASE_LIMIT_S
@@ -130,7 +134,7 @@ class FaultRun:
         time.sleep(self._draw.uniform(0.0, 1.0 if phase == "meet" else 0.2))
 
     def _do(self, fault: Fault) -> int:
-        """Do it; return the ranks with which the job is expected to go on."""
+        """Execute the fault; return the ranks with which the job is expected to continue."""
         cluster, node = self._cluster, fault.node
         if fault.kind == "join":
             node.start()
@@ -159,7 +163,7 @@ class FaultRun:
             self._cluster.network.mend(fault.node.number)
 
     def judge(self, began_s: float, done_s: float) -> dict[str, Any]:
-        """Steps lost, differences from one process, and how long each phase took."""
+        """Return the steps lost, the differences from one process, and the seconds of each phase."""
         events = self._cluster.events()
         steps = [event for event in events if event["event"] in ("step", "log")]
         ready = [event for event in events if event["event"] == "ready" and event["time"] > began_s]
@@ -176,19 +180,19 @@ class FaultRun:
             "lost_steps": lost,
             "steps_missing": len(missing),
             "steps": sum(event["event"] == "step" for event in after),
-            "loss_difference": max(self._worst(after, name) for name in ("loss", "logged", *trainer.OF_TOKENS)),
+            "loss_difference": max(self._worst(after, name) for name in ("loss", "logged", *trainer.TOKEN_METRICS)),
             "norm_difference": self._worst(after, "norm"),
             "parameter_difference": self._worst(after, "parameters"),
-            "seconds": _phases(events, done_s),
+            "seconds": phases_of(events, done_s),
         }
 
     def _train_alone(self, num_steps: int) -> list[dict[str, float]]:
-        """The numbers of the same training in this process, of so many steps or more."""
-        given = self._cluster.arguments
-        key = given[given.index("--loop") + 1] if "--loop" in given else "own", "--lora" in given
+        """Return the numbers of the same training in one process, of ``num_steps`` or more steps."""
+        arguments = self._cluster.arguments
+        key = arguments[arguments.index("--loop") + 1] if "--loop" in arguments else "own", "--lora" in arguments
         with _training_alone:
             if len(_alone.get(key, ())) < num_steps:
-                _alone[key] = _train_alone(*key, max(2 * num_steps, _LEAST_ALONE))
+                _alone[key] = _train_alone(*key, max(2 * num_steps, _MIN_STEPS_ALONE))
             return _alone[key]
 
     def _worst(self, steps: list[Event], name: str) -> float:
@@ -196,16 +200,18 @@ class FaultRun:
         return max((abs(ours - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs), default=0.0)
 
     def _status(self) -> dict[str, Any]:
-        """Status of the agents, to explain a hang."""
-        said: dict[str, Any] = {}
+        """Return the status of the agents, to explain a hang."""
+        status_by_node: dict[str, Any] = {}
         for node in self._cluster.nodes:
             address = node.place.address()
             if address is None or self._cluster.network is not None:
                 continue
             with contextlib.suppress(OSError):
                 answer = ask(address, token_of(self._cluster.job, self._cluster.environment), {"do": "status"}, 3.0)
-                said[node.name] = {key: answer[key] for key in ("round", "members", "is_broken", "newcomers", "closed")}
-        return said
+                status_by_node[node.name] = {
+                    key: answer[key] for key in ("round", "members", "is_broken", "newcomers", "closed")
+                }
+        return status_by_node
 
 
 def _train_alone(loop: str, is_lora: bool, num_steps: int) -> list[dict[str, float]]:
@@ -218,7 +224,7 @@ def _train_alone(loop: str, is_lora: bool, num_steps: int) -> list[dict[str, flo
 
 
 def _wait_for_save(fault: Fault) -> None:
-    """Wait until a save of the node is being written, here or as a copy; for a while only, as it takes milliseconds."""
+    """Wait, for a short while, until a save of the node is being written, here or as a copy; it takes milliseconds."""
     end_s = time.monotonic() + _PHASE_LIMIT_S
     while time.monotonic() < end_s:
         is_copy = [path.name.startswith("from-") for path in fault.node.dirty_segments()]
@@ -236,16 +242,16 @@ def _last_step(events: list[Event]) -> int:
     return max((event["step"] for event in events if event["event"] == "step"), default=0)
 
 
-def _is_back(events: list[Event], began_s: float, ranks: int) -> bool:
-    """Whether a world of so many ranks was made ready after the fault, and has stepped."""
+def has_continued(events: list[Event], began_s: float, ranks: int) -> bool:
+    """Return whether a world of ``ranks`` ranks was ready after the fault, and has done a step."""
     ready = [e["time"] for e in events if e["event"] == "ready" and e["world_size"] == ranks and e["time"] > began_s]
     return any(
         e["event"] == "step" and e["world_size"] == ranks and ready and e["time"] > ready[0] for e in reversed(events)
     )
 
 
-def _phases(events: list[Event], began_s: float) -> dict[str, float]:
-    """Seconds of each phase of the last restart after a fault, from the last rank's arrival to the next one's."""
+def phases_of(events: list[Event], began_s: float) -> dict[str, float]:
+    """Return the seconds of each phase of the last restart, between the last rank's arrivals."""
     after = [event for event in events if event["time"] > began_s]
     ends: dict[str, float] = {}
     for name in ("spawn", "init", "built", "ready"):

@@ -1,4 +1,4 @@
-"""The benchmark's job cut into pipelines, and by a loop of accelerate's; and the same in one process."""
+"""Train the benchmark's model in pipelines, and in a loop of accelerate; and the same in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODEL = {"num_layers": LAYERS, "num_heads": 12, "num_kv_heads": 6}
 
 
 def plan_of(world_size: int) -> dict[str, Any]:
-    """A plan of pipelines for as many ranks as are there: stages of one rank, of sequences and of tensors."""
+    """Return a plan of pipelines for ``world_size`` ranks: stages of one rank, of sequences and of tensors."""
 
     def stage(ranks: list[int], first: int, last: int, **more: Any) -> dict[str, Any]:
         return {"ranks": ranks, "layers": [first, last], **more}
@@ -46,14 +46,14 @@ def plan_of(world_size: int) -> dict[str, Any]:
 
 
 def configuration_of_pipelines(config: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The configuration of a job with the plan of so many ranks, in the place of one replica's."""
+    """Return a configuration with a plan of pipelines for ``world_size`` ranks."""
     section = {"schedule": plan_of(world_size), "verify": "off", "elastic": config["heterogeneity"]["elastic"]}
     batch = {"train_micro_batch_size_per_gpu": GLOBAL, "gradient_accumulation_steps": 1}
     return {**config, **batch, "zero_optimization": {"stage": 1}, "heterogeneity": section}
 
 
 def norm_of_owned(engine: Any) -> float:
-    """Euclidean norm of all parameters of an engine of pipelines, each from its owner; on every rank."""
+    """Return the Euclidean norm of all parameters of an engine of pipelines, each from its owner; on every rank."""
     squares = torch.tensor(norm_of(list(engine.optimizer.sync.owned.values())) ** 2, dtype=torch.float64)
     dist.all_reduce(squares)
     return math.sqrt(squares.item())
@@ -89,7 +89,7 @@ def train_pipelines(
 
 
 class _Mean:
-    """The mean loss since the last log, which a script keeps for itself."""
+    """The mean loss since the last log, which a script keeps itself."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -109,11 +109,11 @@ def train_by_accelerate(
     log: Callable[..., None],
     pause_s: float = 0.0,
 ) -> None:
-    """Train by a loop of accelerate's; log every step, and the mean loss every few.
+    """Train in a loop of accelerate; log every step, and every few steps the mean loss.
 
     Args:
-        handle: of `ds_hetero.register`; None for one process without.
-        config: of DeepSpeed; None for one process without.
+        handle: of `ds_hetero.register`; None for one process without ds_hetero.
+        config: of DeepSpeed; None for one process without DeepSpeed.
     """
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
@@ -165,12 +165,12 @@ def _whole(model: Any, config: dict[str, Any] | None) -> list[torch.Tensor]:
         return list(model.parameters())
     from deepspeed.utils import safe_get_full_fp32_param
 
-    whole = [(safe_get_full_fp32_param(parameter), parameter) for parameter in model.module.parameters()]
-    return [parameter if full is None else full for full, parameter in whole]
+    gathered = [(safe_get_full_fp32_param(parameter), parameter) for parameter in model.module.parameters()]
+    return [parameter if full is None else full for full, parameter in gathered]
 
 
 def train_alone(num_steps: int) -> list[dict[str, float]]:
-    """The numbers of every step of accelerate's loop in this process; those of a log with the step of it."""
+    """Return the numbers of every step of accelerate's loop in this process, with logged means at their steps."""
     rows: list[dict[str, float]] = []
 
     def log(event: str, **numbers: Any) -> None:

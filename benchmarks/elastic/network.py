@@ -1,9 +1,9 @@
-"""A network namespace for each emulated node, and a bridge between them whose ports can be shut without a word.
+"""A network namespace for each emulated node, and a bridge between them whose ports can be cut.
 
-Needs root and Linux's ``unshare``, ``nsenter``, ``ip`` and ``bridge``. The machine's own network is not touched: the
-bridge lies in a namespace too.
+It needs root and Linux's ``unshare``, ``nsenter``, ``ip`` and ``bridge``. The machine's own network is not touched: the
+bridge is in a namespace, too.
 
-    python -m benchmarks.elastic.network SOCKET PID     a warm server in the namespace of a process
+    python -m benchmarks.elastic.network SOCKET PID     a fork server in the namespace of a process
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_hetero.elastic.node import client
-from ds_hetero.elastic.node.warm import WarmServer
+from ds_hetero.elastic.node.fork_server import ForkServer
 
 _CLONE_NEWNET = 0x40000000
 _TOOLS = ("unshare", "nsenter", "ip", "bridge")
 
 
 class Network:
-    """One bridge, and a port for each node.
+    """A bridge with a port for each node.
 
     Args:
-        num_nodes: that are connected.
+        num_nodes: number of nodes.
     """
 
     def __init__(self, num_nodes: int) -> None:
@@ -45,6 +45,7 @@ class Network:
             raise
 
     def _connect(self, number: int) -> None:
+        """Connect a node's namespace with the bridge."""
         port, node = f"port{number}", self.prefix(number)
         peer = ["peer", "name", "eth0", "netns", str(self._holders[number + 1].pid)]
         self._on_hub("ip", "link", "add", port, "type", "veth", *peer)
@@ -57,46 +58,47 @@ class Network:
             _run([*node, *command])
 
     def prefix(self, number: int) -> list[str]:
-        """Words before a command that runs on a node."""
+        """Return the words before a command that run it on a node."""
         return ["nsenter", "--net", f"--target={self._holders[number + 1].pid}"]
 
     def fork_warm_server(self, number: int, origin: Path, path: Path) -> subprocess.Popen[bytes]:
-        """Fork a warm server into the namespace of a node, from one that has imported the frameworks.
+        """Fork a fork server into the namespace of a node, from a server that has imported the frameworks.
 
         Args:
-            origin: socket of the server that is forked.
-            path: of the new one's socket.
+            origin: socket of the server to fork.
+            path: of the new server's socket.
 
         Returns:
-            A process with which the new server ends.
+            A process; the new server ends with it.
         """
         asks = [sys.executable, "-S", "-E", client.__file__, str(origin), "--", "-m", "benchmarks.elastic.network"]
         return subprocess.Popen([*asks, str(path), str(self._holders[number + 1].pid)])
 
     def cut(self, number: int) -> None:
-        """Drop all packets from and to a node; neither side is told."""
+        """Drop all packets from and to a node; neither side gets an error."""
         self._on_hub("bridge", "link", "set", "dev", f"port{number}", "state", "0")
 
     def mend(self, number: int) -> None:
-        """Let packets through again."""
+        """Let packets from and to a node through again."""
         self._on_hub("bridge", "link", "set", "dev", f"port{number}", "state", "3")
 
     def _on_hub(self, *command: str) -> None:
         _run(["nsenter", "--net", f"--target={self._holders[0].pid}", *command])
 
     def end(self) -> None:
-        """Let the namespaces go; the kernel takes them away with the last process inside."""
+        """End the processes that keep the namespaces; the kernel deletes these with the last process inside."""
         for holder in self._holders:
             holder.kill()
             holder.wait()
 
 
 def address_of(number: int) -> str:
-    """The address of a node."""
+    """Return the address of a node."""
     return f"10.77.0.{number + 1}"
 
 
 def _hold_namespace() -> subprocess.Popen[bytes]:
+    """Start a process in a new namespace, which exists as long as the process."""
     command = ["unshare", "--net", "sh", "-c", "echo; exec cat"]  # which ends with this process
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
@@ -107,14 +109,14 @@ def _hold_namespace() -> subprocess.Popen[bytes]:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise OSError(f"{' '.join(command)}: {completed.stderr.strip()}")
 
 
 @contextlib.contextmanager
 def network_of(num_nodes: int) -> Iterator[Network]:
-    """A network while it is needed.
+    """Yield a network, and delete it.
 
     Raises:
         OSError: namespaces or a tool are missing.
@@ -129,13 +131,13 @@ def network_of(num_nodes: int) -> Iterator[Network]:
 
 
 def main() -> NoReturn:
-    """Enter the namespace and serve: for a process that a warm server has forked, with all that it has imported."""
+    """Enter the namespace and serve, in a process that a fork server has forked with all of its imports."""
     path, pid = sys.argv[1:]
     with open(f"/proc/{pid}/ns/net", "rb") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     gc.freeze()
-    WarmServer(path).serve()
+    ForkServer(path).serve()
 
 
 if __name__ == "__main__":

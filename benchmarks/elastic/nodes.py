@@ -1,7 +1,7 @@
-"""Emulated nodes of an elastic job on this machine: their processes, and what can happen to them.
+"""Emulated nodes of an elastic job on this machine: their processes, and the faults that can strike them.
 
-Only processes that were started here are ever signalled: the launcher of a node, its children, and the workers whose
-numbers the node's own files give.
+Signals go only to processes that were started here: the launcher of a node, its children, and the workers whose process
+ids are in the node's files.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Event = dict[str, Any]
 
 
 def children_of(pid: int) -> dict[int, str]:
-    """Process ids of the children of a process, with their command lines."""
-    found = {}
+    """Return the process ids of the children of a process, with their command lines."""
+    command_lines = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
                 if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
+                    command_lines[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return command_lines
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether a process lives that was started here: numbers are given again."""
+    """Return whether a live process was started here; process ids are reused."""
     try:
         line, status = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "stat"))
     except OSError:
@@ -58,9 +58,9 @@ class Node:
     """One node.
 
     Args:
-        cluster: that it belongs to.
+        cluster: the job's nodes.
         number: of its name and address.
-        workers: its ranks.
+        workers: number of its ranks.
     """
 
     def __init__(self, cluster: Cluster, number: int, workers: int) -> None:
@@ -75,7 +75,7 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Start its launcher; the first node's is the same always, and others join whatever node is up."""
+        """Start its launcher. The first node's command is always the same; others join any node that is up."""
         cluster = self._cluster
         others = [node for node in cluster.nodes if node.is_up and node is not self]
         command = [] if cluster.network is None else cluster.network.prefix(self.number)
@@ -87,7 +87,7 @@ class Node:
         command += ["--join", others[0].address] if others and self.number else []
         with (cluster.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, str(_SCRIPT), "--events", str(cluster.log), *cluster.arguments],
+                [*command, str(cluster.script), "--events", str(cluster.log), *cluster.arguments],
                 env=cluster.environment,
                 cwd=_REPOSITORY,
                 stdout=log,
@@ -96,7 +96,7 @@ class Node:
             )
 
     def worker_pids(self) -> list[int]:
-        """Process ids of its workers that live, from the first line of each, or its signs of life."""
+        """Return the process ids of its live workers, from their first lines or their heartbeats."""
         latest = {}
         for event in self._cluster.events():
             if event["event"] == "spawn" and event["agent"].rpartition("-")[0] == self.name:
@@ -106,27 +106,27 @@ class Node:
         return sorted(pid for pid in pids if _is_ours(pid))
 
     def dirty_segments(self) -> list[Path]:
-        """Saves of its workers that are being written, here or as copies on other nodes."""
+        """Return saves of its workers that are being written, here or as copies on other nodes."""
         places = [node.place.folder for node in self._cluster.nodes]
         paths = [*self.place.folder.glob(f"own-*{SUFFIX}")]
         paths += [path for place in places for path in place.glob(f"from-{self.name}-*{SUFFIX}")]
         return [path for path in paths if path.exists() and read_header(path) is None]
 
     def children(self, module: str) -> list[int]:
-        """Process ids of its agents (``agent``), its keeper (``keeper``) or its server (``warm``)."""
+        """Return the process ids of its children that run ``module``: ``agent``, ``node_server`` or ``fork_server``."""
         assert self.process is not None
         return [pid for pid, line in children_of(self.process.pid).items() if f"elastic.node.{module}" in line]
 
     def all_pids(self) -> list[int]:
-        """All of its processes, those first that would start others again."""
+        """Return all of its processes; those that would restart others come first."""
         assert self.process is not None
         agents = self.children("agent")
         clients = [pid for agent in agents for pid in children_of(agent)]
-        rest = [*self.children("keeper"), *self.children("warm")]
-        return [self.process.pid, *agents, *rest, *clients, *self.worker_pids()]
+        servers = [*self.children("node_server"), *self.children("fork_server")]
+        return [self.process.pid, *agents, *servers, *clients, *self.worker_pids()]
 
     def die(self) -> None:
-        """Lose everything, memory too."""
+        """Kill all of its processes, and delete its memory."""
         assert self.process is not None
         for pid in self.all_pids():
             _signal(pid, signal.SIGKILL)
@@ -134,7 +134,7 @@ class Node:
         shutil.rmtree(self.place.folder, ignore_errors=True)
 
     def leave(self) -> None:
-        """Be given notice, and end."""
+        """Send it a preemption notice."""
         assert self.process is not None
         self.process.terminate()
         try:
@@ -150,7 +150,7 @@ class Node:
 
 
 class EventLog:
-    """Events that the processes of a job write, a line of JSON each.
+    """Events that the processes of a job write, one line of JSON each.
 
     Args:
         path: of the file.
@@ -163,7 +163,7 @@ class EventLog:
         self._position = 0
 
     def events(self) -> list[Event]:
-        """All events so far."""
+        """Return all events so far."""
         with self.log.open() as file:
             file.seek(self._position)
             for line in file:
@@ -174,7 +174,7 @@ class EventLog:
         return self._events
 
     def wait_for(self, holds: Callable[[list[Event]], bool], limit_s: float) -> bool:
-        """Wait until something holds of the events; whether it did within the limit."""
+        """Wait until ``holds(events)`` is true; return False at the limit."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             if holds(self.events()):
@@ -187,13 +187,12 @@ class Cluster(EventLog):
     """All nodes of a job.
 
     Args:
-        folder: of logs.
-        workers: by node.
-        arguments: of the script.
-        warm_socket: of a warm server that runs, from which those of nodes in a network are forked; None where the
-            launcher of each node starts one.
-        network: that the nodes are connected by; None for loopback.
+        folder: of logs. workers: by node. arguments: of the script. warm_socket: of a running fork server; fork servers
+        of nodes in a network are forked from it. None if the launcher
+            of each node starts a fork server.
+        network: that connects the nodes; None for loopback.
         keeps_majority: whether fewer than half of the ranks wait for the others.
+        script: of the ranks; it takes ``--events`` and a file.
     """
 
     def __init__(
@@ -205,8 +204,9 @@ class Cluster(EventLog):
         network: Network | None = None,
         *,
         keeps_majority: bool = False,
+        script: Path = _SCRIPT,
     ) -> None:
-        self.folder, self.arguments, self.script = folder, arguments, _SCRIPT
+        self.folder, self.arguments, self.script = folder, arguments, script
         self.warm_socket = warm_socket
         self.network, self.keeps_majority = network, keeps_majority
         self.job = f"bench-{os.getpid()}-{secrets.token_hex(3)}"
@@ -220,7 +220,7 @@ class Cluster(EventLog):
         self._warm_servers: list[subprocess.Popen[bytes]] = []
 
     def warm_socket_of(self, node: Node) -> Path | None:
-        """Socket of the warm server that a node uses: workers are in the namespace of theirs."""
+        """Return the socket of the fork server of a node, which is in the namespace of its workers."""
         if self.warm_socket is None or self.network is None:
             return self.warm_socket
         return self.warm_socket.with_name(f"{self.job}-{node.name}.sock")
@@ -241,13 +241,13 @@ class Cluster(EventLog):
         return sum(node.workers for node in self.nodes if node.is_up)
 
     def end(self) -> None:
-        """Kill all that was started."""
+        """Kill all processes that were started."""
         for node in self.nodes:
             if node.is_up:
                 node.die()
-            keeper = node.place.read("keeper.json")
-            if keeper is not None and _is_ours(int(keeper["pid"])):  # of a torchrun that was killed
-                _signal(int(keeper["pid"]), signal.SIGKILL)
+            node_server = node.place.read("node_server.json")
+            if node_server is not None and _is_ours(int(node_server["pid"])):  # of a torchrun that was killed
+                _signal(int(node_server["pid"]), signal.SIGKILL)
             shutil.rmtree(node.place.folder, ignore_errors=True)
         for server in self._warm_servers:
             server.kill()
@@ -257,7 +257,7 @@ class Cluster(EventLog):
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """Of everything that is started here."""
+    """Return the environment of all processes that are started here."""
     path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")]))
     fixed = {
         "ACCELERATE_USE_CPU": "false",
@@ -272,11 +272,11 @@ def environment_of_ranks() -> dict[str, str]:
 
 @contextlib.contextmanager
 def warm_server(folder: Path, limit_s: float = 300) -> Any:
-    """A warm server for all nodes of this machine; yields its socket."""
+    """Start a fork server for all nodes of this machine; yield its socket."""
     path = folder / "warm.sock"
     with (folder / "warm.log").open("wb") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "ds_hetero.elastic.node.warm", str(path)],
+            [sys.executable, "-m", "ds_hetero.elastic.node.fork_server", str(path)],
             env=environment_of_ranks(),
             stdout=log,
             stderr=log,
@@ -286,7 +286,7 @@ def warm_server(folder: Path, limit_s: float = 300) -> Any:
         end_s = time.monotonic() + limit_s
         while not path.exists():
             if server.poll() is not None or time.monotonic() > end_s:
-                raise RuntimeError(f"the warm server did not start: {(folder / 'warm.log').read_text()[-2000:]}")
+                raise RuntimeError(f"the fork server did not start: {(folder / 'warm.log').read_text()[-2000:]}")
             time.sleep(0.1)
         yield path
     finally:

@@ -1,14 +1,14 @@
-"""Seconds and samples that the death of a worker costs: ours, DeepSpeed with checkpoints under torchrun, and torchft.
+"""Measure seconds and samples lost by the death of a worker: ours, DeepSpeed with checkpoints under torchrun, torchft.
 
     python -m benchmarks.elastic.rivals --time-s 230 --json                     # ours and stock
     python -m benchmarks.elastic.rivals --torchft FOLDER --time-s 230 --json    # and torchft, installed in that folder
 
-Three ranks with the same model, on one machine; one of them is killed by seed, again and again, for a share of the time
-each. A line a fault: ``seconds`` from the kill to the next step that nobody had done before, ``whole_s`` to the first
-such step of all three ranks, steps done twice, and samples below it that no step has used.
+Three ranks train the same model on one machine. One of them is killed by seed, repeatedly, for a share of the time.
+Each fault has a line: ``seconds`` from the kill to the next new step, ``whole_s`` to the first new step of all three
+ranks, steps done twice, and samples below it that no step has used.
 
-torchrun's own stores keep the addresses of the dead (pytorch issue 135712), so stock runs with the variable that gives
-each round a store of its own. torchft runs with short timeouts: 1 s for heartbeats and for latecomers.
+torchrun's own stores keep the addresses of dead ranks (pytorch issue 135712), so stock runs with the variable that
+gives each round its own store. torchft runs with short timeouts: 1 s for heartbeats and for latecomers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.elastic.baseline_jobs import RANKS
 from benchmarks.elastic.nodes import Cluster, Event, EventLog, environment_of_ranks, warm_server
-from benchmarks.elastic.rival_jobs import RANKS
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _FIRST_STEP = 10  # done before the first fault
 
 
-class Rival(EventLog):
+class BaselineJob(EventLog):
     """A job of three ranks.
 
     Args:
         folder: of its logs.
-        kind: see `rival_jobs`.
+        kind: see `baseline_jobs`.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -52,7 +52,7 @@ class Rival(EventLog):
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start all of it."""
+        """Start all of its processes."""
         raise NotImplementedError
 
     def kill(self, draw: random.Random) -> None:
@@ -64,10 +64,10 @@ class Rival(EventLog):
         return list({event["rank"]: event["pid"] for event in self.events() if event["event"] == "spawn"}.values())
 
     def look_after(self) -> None:
-        """Start again what has ended, where the rival leaves that to others."""
+        """Restart processes that have ended, if the job does not do so itself."""
 
     def end(self) -> None:
-        """End all of it."""
+        """End all of its processes."""
         for process in self._processes:
             process.terminate()
         for process in self._processes:
@@ -93,23 +93,23 @@ class Rival(EventLog):
         return process
 
 
-class Stock(Rival):
-    """torchrun and checkpoints."""
+class Stock(BaselineJob):
+    """DeepSpeed under torchrun with checkpoints."""
 
     def start(self) -> None:
-        """Start torchrun, which starts all workers again when one dies."""
+        """Start torchrun, which restarts all workers when one dies."""
         command = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS)]
         command += ["--max-restarts", "1000", "--monitor-interval", "0.1", "--rdzv-backend", "c10d"]
-        command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "benchmarks.elastic.rival_jobs", "stock"]
+        command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "benchmarks.elastic.baseline_jobs", "stock"]
         command += ["--events", str(self.log), "--folder", str(self.folder / "checkpoints")]
         self._run(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
-class Torchft(Rival):
-    """Replicas of one process each, and the lighthouse where they meet.
+class Torchft(BaselineJob):
+    """Replicas of one process each, and torchft's lighthouse.
 
     Args:
-        installed: folder that torchft is in.
+        installed: folder of torchft.
     """
 
     def __init__(self, folder: Path, kind: str, installed: Path) -> None:
@@ -131,7 +131,7 @@ class Torchft(Rival):
     def _start_replica(self, number: int) -> subprocess.Popen[bytes]:
         command = [
             "-m",
-            "benchmarks.elastic.rival_jobs",
+            "benchmarks.elastic.baseline_jobs",
             "torchft",
             "--events",
             str(self.log),
@@ -141,14 +141,14 @@ class Torchft(Rival):
         return self._run(command, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{self._port}")
 
     def look_after(self) -> None:
-        """Start replicas again that have died."""
+        """Restart replicas that have died."""
         for number, replica in enumerate(self._replicas):
             if replica.poll() is not None:
                 self._replicas[number] = self._start_replica(number)
 
 
-class Ours(Rival):
-    """An elastic job; its workers share every sample, so that a step is one."""
+class Ours(BaselineJob):
+    """An elastic job. Its workers share every sample, so that a step takes one sample."""
 
     def __init__(self, folder: Path, kind: str, warm_socket: Path) -> None:
         super().__init__(folder, kind)
@@ -173,43 +173,43 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def faults_of(rival: Rival, draw: random.Random, end_s: float) -> Iterator[dict[str, Any]]:
-    """A line for each fault that the time is enough for."""
-    rival.start()
-    if not _wait(rival, lambda: _newest(rival.events()) >= _FIRST_STEP, end_s):
-        yield {"job": rival.kind, "hang": 1, "log": _latest_log(rival)}
+def faults_of(job: BaselineJob, draw: random.Random, end_s: float) -> Iterator[dict[str, Any]]:
+    """Strike a job until the time ends; yield a line for each fault."""
+    job.start()
+    if not _wait(job, lambda: _newest(job.events()) >= _FIRST_STEP, end_s):
+        yield {"job": job.kind, "hang": 1, "log": _latest_log(job)}
         return
     judged = 0
     while time.monotonic() < end_s:
         time.sleep(draw.uniform(0.5, 2.5))
-        before, killed_s = _newest(rival.events()) + 1, time.time()  # the step under way may still end
-        rival.kill(draw)
+        before, killed_s = _newest(job.events()) + 1, time.time()  # the step under way may still end
+        job.kill(draw)
 
         def next_step(ranks: int = 1, before: int = before, killed_s: float = killed_s) -> float | None:
             """Seconds to the first step of at least so many ranks that nobody had done."""
-            of_events = (e for e in rival.events() if e["event"] == "step" and e["step"] > before)
+            of_events = (e for e in job.events() if e["event"] == "step" and e["step"] > before)
             times = [e["time"] for e in of_events if e["world_size"] >= ranks and e["time"] > killed_s]
             return None if not times else min(times) - killed_s
 
-        if not _wait(rival, lambda: next_step(RANKS) is not None, end_s):
+        if not _wait(job, lambda: next_step(RANKS) is not None, end_s):
             return  # it had no more time; no fault is judged half
         until = before
-        ready = [event["step"] for event in rival.events() if event["event"] == "ready" and event["time"] > killed_s]
-        repeats = rival.kind != "torchft"  # which never goes back
+        ready = [event["step"] for event in job.events() if event["event"] == "ready" and event["time"] > killed_s]
+        repeats = job.kind != "torchft"  # which never goes back
         yield {
-            "job": rival.kind,
+            "job": job.kind,
             "seconds": round(next_step() or 0.0, 2),
             "whole_s": round(next_step(RANKS) or 0.0, 2),
             "steps_repeated": max(0, before - max(ready)) if ready and repeats else 0,
-            "samples_lost": _num_lost(rival, judged, until),
+            "samples_lost": _num_lost(job, judged, until),
         }
         judged = until
 
 
-def _num_lost(rival: Rival, since: int, until: int) -> int:
-    """Samples of the steps after ``since``, up to ``until``, that no step has used."""
-    events = [event for event in rival.events() if event["event"] in ("step", "ready")]
-    if rival.kind == "ours":  # one that was saved, and killed before it was logged, is gone on from
+def _num_lost(job: BaselineJob, since: int, until: int) -> int:
+    """Return the samples of the steps after ``since``, up to ``until``, that no step has used."""
+    events = [event for event in job.events() if event["event"] in ("step", "ready")]
+    if job.kind == "ours":  # one that was saved, and killed before it was logged, is gone on from
         return len(set(range(since + 1, until + 1)) - {event["step"] for event in events})
     expected = set(range(since * RANKS, until * RANKS))
     return len(expected - {event["sample"] for event in events if event["event"] == "step"})
@@ -219,21 +219,21 @@ def _newest(events: list[Event]) -> int:
     return max((event["step"] for event in events if event["event"] == "step"), default=0)
 
 
-def _wait(rival: Rival, holds: Any, end_s: float) -> bool:
+def _wait(job: BaselineJob, holds: Any, end_s: float) -> bool:
     while time.monotonic() < end_s:
         if holds():
             return True
-        rival.look_after()
+        job.look_after()
         time.sleep(0.05)
     return False
 
 
-def _latest_log(rival: Rival) -> str:
-    return " | ".join(path.read_text()[-1500:] for path in sorted(rival.folder.glob("*.log")))
+def _latest_log(job: BaselineJob) -> str:
+    return " | ".join(path.read_text()[-1500:] for path in sorted(job.folder.glob("*.log")))
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians by job."""
+    """Return medians by job."""
     summary: dict[str, Any] = {}
     for kind in dict.fromkeys(line["job"] for line in lines):
         of_kind = [line for line in lines if line["job"] == kind and "seconds" in line]
@@ -248,7 +248,7 @@ def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Parse the options, run the jobs, print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchft", type=Path, help="folder that torchft is installed in, by pip's --target")
     parser.add_argument("--jobs", default="ours,stock,torchft", help="of these")
@@ -262,17 +262,17 @@ def main() -> None:
         socket_path = stack.enter_context(warm_server(Path(root))) if "ours" in kinds else Path()
         for number, kind in enumerate(kinds):
             share_s = (end_s - time.monotonic()) / (len(kinds) - number)
-            rival = _rival(kind, Path(root, kind), options.torchft, socket_path)
+            job = _make_job(kind, Path(root, kind), options.torchft, socket_path)
             try:
-                for line in faults_of(rival, draw, time.monotonic() + share_s):
+                for line in faults_of(job, draw, time.monotonic() + share_s):
                     lines.append(line)
                     print(json.dumps(line) if options.json else line, flush=True)
             finally:
-                rival.end()
+                job.end()
     print(json.dumps(summarize(lines)) if options.json else summarize(lines), flush=True)
 
 
-def _rival(kind: str, folder: Path, installed: Path, warm_socket: Path) -> Rival:
+def _make_job(kind: str, folder: Path, installed: Path, warm_socket: Path) -> BaselineJob:
     if kind == "stock":
         return Stock(folder, kind)
     return Ours(folder, kind, warm_socket) if kind == "ours" else Torchft(folder, kind, installed)

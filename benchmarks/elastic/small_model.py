@@ -13,10 +13,10 @@ LR, CLIP, SAMPLES = 1e-4, 1.0, 40
 
 
 def make_model(*, is_lora: bool = False, width: int = 48, length: int = LENGTH, layers: int = 2) -> Any:
-    """A few layers of Llama with dropout of nothing, the same weights everywhere.
+    """Return a Llama of a few layers with a dropout of 0; its weights are the same in every process.
 
     Args:
-        is_lora: whether LoRA's adapters of queries and values alone are trained.
+        is_lora: train only LoRA adapters of queries and values.
         length: tokens of the longest sequence.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,15 +42,15 @@ def make_model(*, is_lora: bool = False, width: int = 48, length: int = LENGTH, 
 
 
 def make_loader(length: int = LENGTH, batch_size: int = 1, *, is_even: bool = False) -> Any:
-    """Sequences of many lengths, shuffled anew in every epoch by a generator of the loader's own.
+    """Return a loader of sequences of different lengths, shuffled in every epoch by its own generator.
 
     Args:
-        length: tokens of the longest.
-        is_even: all have as many, so that steps take as long as one another.
+        length: tokens of the longest sequence.
+        is_even: make all sequences equally long, so that steps take equally long.
     """
-    drawn = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     lengths = [length if is_even else length // 2 + 7 * i % (length // 2) for i in range(SAMPLES)]
-    rows = [torch.randint(0, VOCAB, (of_row,), generator=drawn) for of_row in lengths]
+    rows = [torch.randint(0, VOCAB, (of_row,), generator=generator) for of_row in lengths]
     data = [{"input_ids": row, "labels": row} for row in rows]
     return torch.utils.data.DataLoader(
         data,
@@ -62,7 +62,7 @@ def make_loader(length: int = LENGTH, batch_size: int = 1, *, is_even: bool = Fa
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows of many lengths as one batch; padding takes no part in attention or loss."""
+    """Return rows of different lengths as one batch; attention and loss ignore the padding."""
     pad = nn.utils.rnn.pad_sequence
     ids = [row["input_ids"] for row in rows]
     return {
@@ -73,15 +73,15 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def make_scheduler(optimizer: Any) -> Any:
-    """Warm up over 30 steps."""
+    """Return a scheduler that warms up over 30 steps."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
 
 
 def trained(model: Any) -> list[nn.Parameter]:
-    """The parameters that are trained."""
+    """Return the parameters that are trained."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def norm_of(parameters: list[Tensor]) -> float:
-    """Euclidean norm of all parameters together, summed in float64."""
+    """Return the Euclidean norm of all parameters, summed in float64."""
     return math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in parameters))

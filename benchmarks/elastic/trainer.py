@@ -1,4 +1,4 @@
-"""The benchmark's job by the Hugging Face Trainer, or TRL's, and the same in one process without DeepSpeed."""
+"""Train the benchmark's model with the HF Trainer or TRL's, and the same in one process without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from benchmarks.elastic.loops import GLOBAL, LAYERS, norm_of_owned
 from benchmarks.elastic.small_model import CLIP, LENGTH, LR, VOCAB, make_loader, make_model, norm_of, padded
 
-OF_TOKENS = ("entropy", "mean_token_accuracy", "num_tokens")  # that TRL logs
+TOKEN_METRICS = ("entropy", "mean_token_accuracy", "num_tokens")  # that TRL logs
 _LOG_EVERY = 3  # so that a fault comes between the steps of a mean
 
 
@@ -30,9 +30,9 @@ def train(
     """Train, and log every step.
 
     Args:
-        config: of DeepSpeed; None for one process without.
+        config: of DeepSpeed; None for one process without DeepSpeed.
         pause_s: after each step.
-        loop: "trainer"; "sft", TRL's SFTTrainer, which logs numbers of tokens besides; "trainer_of_pipelines".
+        loop: "trainer"; "sft", TRL's SFTTrainer, which also logs token counts; "trainer_of_pipelines".
     """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -68,7 +68,7 @@ def train(
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if state.is_world_process_zero and logs and "loss" in logs:
-                of_tokens = {name: float(logs[name]) for name in OF_TOKENS if name in logs}
+                of_tokens = {name: float(logs[name]) for name in TOKEN_METRICS if name in logs}
                 numbers = {"logged": float(logs["loss"]), "norm": float(logs.get("grad_norm", 0.0)), **of_tokens}
                 log("log", step=state.global_step, **numbers)
 
@@ -108,17 +108,18 @@ def train(
 
 
 def _whole_parameters(trainer: Any, config: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Return all parameters of the model, gathered from their owners."""
     parameters = list(trainer.model.parameters())
     if config is None:
         return parameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]
-    return [p if w is None else w for w, p in zip(whole, parameters, strict=True)]
+    gathered = [safe_get_full_fp32_param(parameter) for parameter in parameters]
+    return [p if w is None else w for w, p in zip(gathered, parameters, strict=True)]
 
 
 def _tokenizer() -> Any:
-    """One word per id; TRL wants to see a tokenizer, though the samples are ids already."""
+    """Return a tokenizer with one word per id; TRL needs one, although the samples are ids already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -127,14 +128,14 @@ def _tokenizer() -> Any:
 
 
 def train_alone(num_steps: int, loop: str) -> list[dict[str, float]]:
-    """The numbers of every step in this process; those of a log with the step that it was made at."""
+    """Return the numbers of every step in this process, with those of logs at their steps."""
     rows: list[dict[str, float]] = []
 
     def log(event: str, **numbers: Any) -> None:
         if event == "step":
             rows.append({name: numbers[name] for name in ("loss", "parameters")})
         elif event == "log":
-            rows[-1] |= {name: numbers[name] for name in ("logged", "norm", *OF_TOKENS) if name in numbers}
+            rows[-1] |= {name: numbers[name] for name in ("logged", "norm", *TOKEN_METRICS) if name in numbers}
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
     train(None, num_steps, 1, log, loop=loop)

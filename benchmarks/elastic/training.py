@@ -1,4 +1,4 @@
-"""The job of the benchmark, one rank of it; and the same training by plain torch in one process."""
+"""Run one rank of the benchmark's job; and the same training by plain torch in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
 def train_alone(
     num_steps: int, *, is_lora: bool = False, layers: int = 2, batch_size: int = 1
 ) -> list[dict[str, float]]:
-    """Loss, gradient norm and parameter norm of every step, in this process."""
+    """Return loss, gradient norm and parameter norm of every step of this process."""
     model, rows = make_model(is_lora=is_lora, layers=layers), []
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
     scheduler, loader = make_scheduler(optimizer), make_loader(batch_size=batch_size)
@@ -77,7 +77,7 @@ def _say_nothing(event: str, **details: Any) -> None:
 
 
 class JsonLog:
-    """Events of all ranks, a line each."""
+    """Log of the events of all ranks, one line each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,7 +91,7 @@ class JsonLog:
 
 
 def main() -> None:
-    """One rank of the job."""
+    """Run one rank of the job."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--stage", type=int, default=1)
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def _train_by(options: argparse.Namespace, handle: Any, world_size: int, log: Callable[..., None]) -> None:
-    """By another loop than one's own over one replica."""
+    """Train by another loop than the custom one over one replica."""
     from benchmarks.elastic import loops, trainer  # imported by jobs that need them: their start is timed
 
     config = _configuration(options, world_size)
@@ -151,6 +151,7 @@ def _train_by(options: argparse.Namespace, handle: Any, world_size: int, log: Ca
 
 
 def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, log: JsonLog) -> None:
+    """Train in a custom loop over one replica."""
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -170,13 +171,13 @@ def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, l
                 turns.after_step(engine.global_steps)
                 continue
             parameters = trained(engine.module)
-            whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]
-            whole = [p if w is None else w for w, p in zip(whole, parameters, strict=True)]
+            full_parameters = [safe_get_full_fp32_param(parameter) for parameter in parameters]
+            full_parameters = [p if w is None else w for w, p in zip(full_parameters, parameters, strict=True)]
             if dist.get_rank() == 0:
                 norm = engine.get_global_grad_norm()
                 numbers = {"loss": loss.item(), **({} if norm is None else {"norm": float(norm)})}
                 size = dist.get_world_size()
-                log("step", step=engine.global_steps, world_size=size, **numbers, parameters=norm_of(whole))
+                log("step", step=engine.global_steps, world_size=size, **numbers, parameters=norm_of(full_parameters))
             time.sleep(options.pause_s)
             if engine.global_steps >= options.steps:
                 return

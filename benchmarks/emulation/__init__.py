@@ -1,1 +1,1 @@
-"""An emulated cluster on one Linux machine: unequal speeds, memory and links of ranks, made, verified and removed."""
+"""Emulate a cluster on one Linux machine: unequal speeds, memory and links of ranks, made, verified and removed."""

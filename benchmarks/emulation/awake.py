@@ -1,13 +1,13 @@
-"""No core of a virtual machine halts while ranks are emulated on it.
+"""Keep the cores of a virtual machine from halting while ranks are emulated on it.
 
-Ranks that are slowed down pause many times a second. A core that halts meanwhile goes back to the host, which lets
-others have it, and returns with cold caches: on two such cores the same attention took four equal ranks 0.65 to 0.75 s
-of CPU time, by how the pauses fell, and 0.57 s without halts. So one process per core does nothing at the lowest of
-all priorities (SCHED_IDLE): it runs when nothing else wants to.
+Ranks that are slowed down pause many times a second. A core that halts meanwhile is returned to the host, which gives
+it to others, and comes back with cold caches. On two such cores the same attention took four equal ranks 0.65 to 0.75 s
+of CPU time, depending on the pauses, and 0.57 s without halts. So one process per core runs an empty loop at the lowest
+of all priorities (SCHED_IDLE), when no other process wants to run.
 
-    with awake_cores() as pids:          # empty where cores are not virtual
+    with awake_cores() as pids:          # empty if cores are not virtual
 
-The processes end with the one that started them, however it goes.
+The processes end with the process that started them, in any case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOKS_UP = 1_000_000  # turns of the loop between two looks at who the parent i
 
 @contextmanager
 def awake_cores() -> Iterator[tuple[int, ...]]:
-    """Keep every core that this process may use from halting; yields the pids that do so."""
+    """Keep every core that this process may use from halting; yield the process ids of the loops."""
     with ExitStack() as until_end:
         pids = []
         for core in sorted(os.sched_getaffinity(0)) if _is_virtual() else ():
@@ -37,7 +37,7 @@ def awake_cores() -> Iterator[tuple[int, ...]]:
 
 
 def _is_virtual() -> bool:
-    """Whether a hypervisor lends the cores."""
+    """Return whether the cores belong to a hypervisor."""
     return " hypervisor" in Path("/proc/cpuinfo").read_text()
 
 

@@ -1,4 +1,4 @@
-"""What is to be emulated: nodes, and for each of their ranks a speed and an amount of memory."""
+"""Description of the emulated cluster: nodes, and the speed and memory of each of their ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class EmulatedNode:
 
     Args:
         speeds: of its ranks, relative to those of the other nodes.
-        memory_bytes: what each rank may allocate beyond what it has when it joins; None for no limit.
-        link_bit_per_s: of its link to the switch, each way; None for loopback.
-        link_delay_s: of the same, one way. Between two nodes the delays of both links add up.
-        links: that it has, each of that rate; its i-th rank uses the i-th, and so on in turn.
+        memory_bytes: by rank, the bytes that it may allocate beyond those it has when it joins; None for no limit.
+        link_bit_per_s: rate of its link to the switch, each way; None for loopback.
+        link_delay_s: one-way delay of this link. The delay between two nodes is the sum over both links.
+        links: number of its links, each with this rate; its i-th rank uses the i-th link, and so on in turn.
     """
 
     speeds: tuple[float, ...]
@@ -42,11 +42,11 @@ class EmulatedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedCluster:
-    """Nodes; ranks are numbered in their order.
+    """Nodes of an emulated cluster; ranks are numbered in their order.
 
     Args:
-        nodes: all with a link, or none of them.
-        fastest_cores: share of a core that the fastest rank is given.
+        nodes: all of them have a link, or none.
+        fastest_cores: share of a core of the fastest rank.
     """
 
     nodes: tuple[EmulatedNode, ...]
@@ -62,31 +62,31 @@ class EmulatedCluster:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """By rank."""
+        """Speeds by rank."""
         return tuple(speed for node in self.nodes for speed in node.speeds)
 
     @property
     def cores(self) -> tuple[float, ...]:
-        """Share of a core of every rank."""
+        """Shares of a core by rank."""
         return tuple(self.fastest_cores * speed / max(self.speeds) for speed in self.speeds)
 
     @property
     def memory_bytes(self) -> tuple[int | None, ...]:
-        """By rank."""
+        """Memory limits by rank."""
         return tuple(limit for node in self.nodes for limit in (node.memory_bytes or (None,) * len(node.speeds)))
 
     @property
     def node_of_rank(self) -> tuple[int, ...]:
-        """Index of the node that holds a rank."""
+        """Index of the node of every rank."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in node.speeds)
 
     @property
     def has_links(self) -> bool:
-        """Whether nodes are apart."""
+        """Whether the nodes are connected by links."""
         return self.nodes[0].link_bit_per_s is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """For result files."""
+        """Return plain data for result files."""
         return {
             "speeds": self.speeds,
             "cores": [round(cores, 4) for cores in self.cores],
@@ -95,12 +95,12 @@ class EmulatedCluster:
 
 
 def pair(fraction: float) -> EmulatedCluster:
-    """Two ranks without a network between them, the second at ``fraction`` of the first."""
+    """Return two ranks without a network; the second has ``fraction`` of the speed of the first."""
     return EmulatedCluster(nodes=(EmulatedNode(speeds=(1.0, fraction)),))
 
 
 def read_cluster(source: Path | Mapping[str, Any]) -> EmulatedCluster:
-    """Read a YAML or JSON file, or the same inline.
+    """Read a cluster from a YAML or JSON file, or from the same content inline.
 
         nodes:
           - {speeds: [4, 3], bandwidth_gbit_per_s: 1, latency_us: 100}
@@ -108,7 +108,7 @@ def read_cluster(source: Path | Mapping[str, Any]) -> EmulatedCluster:
         fastest_cores: 0.6
 
     Raises:
-        ValueError: unknown keys, or values that make no sense.
+        ValueError: unknown keys, or invalid values.
     """
     content = yaml.safe_load(source.read_text()) if isinstance(source, Path) else source
     if not isinstance(content, Mapping) or not content.keys() <= {"nodes", "fastest_cores"}:

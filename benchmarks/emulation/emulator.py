@@ -1,11 +1,11 @@
-"""An emulated cluster on one Linux machine: speeds, memory and links of every rank, made, verified and removed.
+"""Make, verify and remove an emulated cluster on one Linux machine: speeds, memory and links of every rank.
 
     with emulate(cluster) as emulated:
         results = emulated.run(fn, arguments)      # fn(lab, *arguments) on every rank; lab is a `RankLab`
 
-What is used: network namespaces with a relay or token buckets between them (`network`), the kernel's scheduler
-(`quota`) or counted CPU time (`throttle`), RLIMIT_DATA, and cores that do not halt (`awake`). Each falls back to what
-the machine allows; `RankLab.describe` says what was used and what was measured of it.
+It uses network namespaces with a relay or token buckets between them (`network`), the kernel's scheduler (`quota`) or
+counted CPU time (`throttle`), RLIMIT_DATA, and cores that do not halt (`awake`). Each has a fallback for machines that
+do not allow it; `RankLab.describe` says what was used, and what was measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NETWORK_METHODS = (*networks.METHODS, "none")
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank needs to know to become what the cluster says; picklable."""
+    """Settings by which a rank takes its place in the cluster; picklable."""
 
     cluster: EmulatedCluster
     limits: SpeedLimits
@@ -50,10 +50,10 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class Emulation:
-    """A cluster that exists, seen from the process that made it.
+    """An emulated cluster, seen from the process that made it.
 
     Args:
-        settings: for its ranks.
+        settings: of its ranks.
         network: its nodes.
     """
 
@@ -62,13 +62,13 @@ class Emulation:
 
     @property
     def nodes(self) -> list[networks.Node]:
-        """By rank, each with the link that it uses."""
+        """Nodes by rank, each with the link that the rank uses."""
         links, nodes = self.network.links, self.settings.cluster.nodes
         within = [(node, rank % links) for node, each in enumerate(nodes) for rank in range(len(each.speeds))]
         return [self.network.nodes[node * links + link] for node, link in within]
 
     def run(self, fn: Callable[..., Any], *args: Any, on_report: Report = lambda done, now: None) -> list[Any]:
-        """Run ``fn(lab, *args)`` on every rank and return what each returned; see `benchmarks.measure.ranks.run`."""
+        """Run ``fn(lab, *args)`` on every rank; return the results by rank, see `benchmarks.measure.ranks.run`."""
         return ranks.run(_on_rank, self.nodes, fn, self.settings, args, on_report=on_report)
 
 
@@ -82,12 +82,12 @@ def emulate(
     """Make the cluster's links and CPU groups, and remove them at the end.
 
     Args:
-        cluster: what to emulate.
+        cluster: to emulate.
         speed_methods: to try in this order, from `benchmarks.emulation.throttle.METHODS`.
-        network_methods: to try in this order; ``"none"`` joins all nodes by loopback.
+        network_methods: to try in this order; ``"none"`` connects all nodes by loopback.
 
     Raises:
-        EmulationError: no network method works, and ``"none"`` was not among them.
+        EmulationError: no network method works, and ``"none"`` is not among them.
     """
     count = len(cluster.nodes)
     links: dict[str, Any] = {"rate_bit_per_s": 1.0, "methods": ["none"]}
@@ -116,13 +116,13 @@ def _on_rank(rank: int, report: Report, fn: Callable[..., Any], settings: RankSe
 
 
 class RankLab:
-    """The lab, seen from one of its ranks.
+    """The emulated cluster, seen from one of its ranks.
 
     Attributes:
-        cluster: what was asked for.
+        cluster: as requested.
         rank: this one.
         speeds: `SpeedMeasurement` of every rank, from the last `set_speeds`.
-        own_pids: processes besides the ranks that the emulation needs.
+        own_pids: process ids of the emulation besides the ranks.
     """
 
     def __init__(self, rank: int, report: Report, settings: RankSettings) -> None:
@@ -136,29 +136,29 @@ class RankLab:
         self.set_speeds(self.cluster.cores)
 
     def report(self, done: float, now: str) -> None:
-        """Say how far the measurement is; rank 0's word counts."""
+        """Report the share of the measurement that is done, and the current part; only rank 0's report counts."""
         if self.rank == 0:
             self._report(done, now)
 
     def set_speeds(self, cores: Sequence[float]) -> list[SpeedMeasurement]:
-        """Give every rank its share of a core from now on, and measure what came of it. Caller: every rank."""
+        """Give every rank its share of a core from now on, and measure the speeds. Caller: every rank."""
         self.speeds = measure_speed(self._throttle, cores, self._reference)
         return self.speeds
 
     @contextmanager
     def at_speed(self, cores: float) -> Iterator[None]:
-        """Another share of a core for this rank inside, not measured; for work that is not."""
+        """Give this rank another share of a core inside, without measuring it; for work that is not measured."""
         self.change_speed(cores)
         yield
         self.change_speed(self.speeds[self.rank].asked)
 
     def change_speed(self, cores: float) -> None:
-        """Change this rank's speed alone, at once, and without measuring it."""
+        """Change the speed of this rank alone, at once, without measuring it."""
         self._throttle.set(cores)
 
     @property
     def method(self) -> str:
-        """How speeds are made."""
+        """Method by which speeds are made."""
         return self._throttle.method
 
     @property
@@ -167,11 +167,11 @@ class RankLab:
         return self._throttle.late_s
 
     def describe(self) -> str:
-        """Request and measurement, in a line each for speeds and links."""
+        """Describe request and measurement, in a line each for speeds and links."""
         return f"{describe_speeds(self.method, self.speeds)}\nemulated links: {self._settings.network}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For result files."""
+        """Return plain data for result files."""
         return {
             "cluster": self.cluster.to_dict(),
             "method": self.method,
@@ -181,9 +181,9 @@ class RankLab:
 
 
 def limit_memory(budget_bytes: int) -> None:
-    """Let this process allocate so much more than it has now; beyond, torch raises its out-of-memory error."""
-    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    limit = int(found[1]) * 1024 + budget_bytes
+    """Let this process allocate ``budget_bytes`` more than it has now; beyond, torch raises its out-of-memory error."""
+    match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    limit = int(match[1]) * 1024 + budget_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -1,7 +1,7 @@
-"""Removes CPU groups when the process that made them is gone, however it went; see `benchmarks.emulation.quota`.
+"""Remove CPU groups when the process that made them has ended, in any way; see `benchmarks.emulation.quota`.
 
-Its standard input is a pipe from that process, which ends with it. What is left in the groups then is killed: ranks
-without a parent have nothing to work for.
+The standard input is a pipe from that process, which ends with it. Processes that are left in the groups are killed
+then, because ranks without a parent do no useful work.
 
     python guardian.py GROUP... < pipe        groups in the order in which they can be removed
 """
@@ -19,7 +19,7 @@ _PATIENCE_S = 5.0
 
 
 def main() -> None:
-    """Wait for the end of the input, then clean up."""
+    """Wait for the end of the input, then remove the groups."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     sys.stdin.read()
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _remove(group: Path) -> None:
-    """A group can be removed when nothing runs in it; what is killed takes a moment to leave."""
+    """Kill the processes of a group, and remove it when they have ended, which takes a moment."""
     give_up = time.monotonic() + _PATIENCE_S
     while group.is_dir() and time.monotonic() < give_up:
         for pid in (group / "cgroup.procs").read_text().split():

@@ -1,4 +1,4 @@
-"""A rank of a foreign command takes its place in an emulated cluster; called by the injected ``sitecustomize``."""
+"""Let a rank of any command take its place in an emulated cluster; called by the injected ``sitecustomize``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _throttle: Throttle | None = None
 
 
 def join(settings: Mapping[str, Any]) -> None:
-    """Take this rank's memory limit and speed, and verify all ranks' speeds. Once per process.
+    """Set this rank's memory limit and speed, and verify the speeds of all ranks. Once per process.
 
     Caller: every rank, when the default process group exists.
     """

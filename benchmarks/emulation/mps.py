@@ -1,6 +1,6 @@
 """Slow ranks on one NVIDIA GPU: CUDA's multi-process service with a share of the multiprocessors for every process.
 
-The hetero-ring paper slowed its second rank down like this. The daemon runs with folders of its own, so that a daemon
+The hetero-ring paper slowed its second rank down in this way. The daemon runs with folders of its own, so that a daemon
 of the machine is not touched, and ends with `mps`. Written from NVIDIA's documentation; it has not run on a GPU yet.
 """
 
@@ -19,7 +19,7 @@ _START_S = 20
 
 @contextmanager
 def mps() -> Iterator[tuple[dict[str, str] | None, str]]:
-    """Start the daemon; yields the environment of its clients, or None, and what happened in words."""
+    """Start the daemon; yield the environment of its clients, or None, and a text on what happened."""
     if shutil.which("nvidia-smi") is None:
         yield None, "no NVIDIA GPU"
         return
@@ -46,5 +46,5 @@ def mps() -> Iterator[tuple[dict[str, str] | None, str]]:
 
 
 def active_share(speed: float, fastest: float) -> dict[str, str]:
-    """Environment of a client that may use its share of the GPU's multiprocessors."""
+    """Return the environment of a client that may use its share of the GPU's multiprocessors."""
     return {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 * speed / fastest:.4g}"}

@@ -40,7 +40,7 @@ _PINGS = 40
 
 
 class EmulationError(RuntimeError):
-    """This machine does not let us emulate the network; says why and what to do."""
+    """This machine does not let us emulate the network; the message says why, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Node:
 
     Args:
         namespace: path of its network namespace; None for the machine itself.
-        address: where other nodes reach it.
-        device: by which they do.
+        address: at which other nodes reach it.
+        device: network device of this address.
     """
 
     namespace: str | None
@@ -65,13 +65,13 @@ class Node:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What torch.distributed needs to be told; `enter` sets it."""
+        """Environment variables for torch.distributed; `enter` sets them."""
         return {} if self.namespace is None else {"GLOO_SOCKET_IFNAME": self.device}
 
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """What TCP saw between two nodes that did nothing else."""
+    """Rate and round trip of TCP between two otherwise idle nodes."""
 
     sender: int
     receiver: int
@@ -81,11 +81,11 @@ class LinkMeasurement:
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes and what is between them.
+    """Nodes and the links between them.
 
     Args:
-        method: ``"relay"``, ``"veth"``, or ``"none"``: all nodes are this machine, and its loopback joins them.
-        nodes: one after the other; where each has several links, once for every link.
+        method: ``"relay"``, ``"veth"``, or ``"none"``: all nodes are this machine, connected by loopback.
+        nodes: one after the other; with several links each, once for every link.
         rate_bit_per_s: of every node's link, each way.
         delay_s: one way, by pair.
         measured: from every node to the next, before anything else ran on it.
@@ -102,14 +102,14 @@ class Network:
     links: int = 1
 
     def asked(self, sender: int, receiver: int) -> tuple[float, float]:
-        """(rate, round trip) that were asked for between two nodes."""
+        """Return the requested (rate, round trip) between two nodes."""
         rates = [self.rate_bit_per_s[sender], self.rate_bit_per_s[receiver]]
         if self.pair_bit_per_s and (pair := self.pair_bit_per_s[sender][receiver]):
             rates.append(pair)
         return min(rates), self.delay_s[sender][receiver] + self.delay_s[receiver][sender]
 
     def describe(self) -> str:
-        """One line: the request, the measurement, and whether they agree."""
+        """Describe request and measurement in one line, and whether they agree."""
         if self.method == "none":
             return "loopback, not shaped"
         asked = [self.asked(link.sender, link.receiver) for link in self.measured]
@@ -125,7 +125,7 @@ class Network:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For result files."""
+        """Return plain data for result files."""
         return {
             "method": self.method,
             "rate_bit_per_s": self.rate_bit_per_s,
@@ -135,7 +135,7 @@ class Network:
         }
 
     def carried(self) -> dict[str, float]:
-        """The relay's packets so far: how many, how many it dropped, and how late they left on average."""
+        """Return the relay's packets so far: their number, how many were dropped, and how late they left on average."""
         if self.process is None or self.method != "relay":
             return {}
         assert self.process.stdout is not None
@@ -145,7 +145,7 @@ class Network:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes whose CPU time is the price of the emulation."""
+        """Processes whose CPU time is the cost of the emulation."""
         return () if self.process is None else (self.process.pid,)
 
 
@@ -164,16 +164,17 @@ def emulate(
     methods: Sequence[str] = METHODS,
     links: int = 1,
 ) -> Iterator[Network]:
-    """Make the network, measure it, and take it down at the end.
+    """Make the network, measure it, and remove it at the end.
 
     Args:
-        nodes: how many, at most 250.
+        nodes: number of nodes, at most 250.
         rate_bit_per_s: of every node's link to the switch, each way; one number or one per node.
         delay_s: one way between different nodes; one number or a matrix by (sender, receiver).
         pair_bit_per_s: further limits by (sender, receiver), None for no limit; the relay only.
-        methods: to try, in this order. ``"veth"`` has no delay, no pair limits and one link a node, and is passed over
-            where they are asked for. ``"none"`` always works and shapes nothing: for callers that can do without.
-        links: of every node, each with the node's rate; rates, delays and pairs are then by node and link.
+        methods: to try, in this order. ``"veth"`` has no delay, no pair limits and one link per node, and is skipped if
+            they are requested. ``"none"`` always works and limits nothing, for callers that can do without limits.
+        links: number of links of every node, each with the node's rate; rates, delays and pairs are then by node and
+        link.
 
     Raises:
         EmulationError: no method works here.
@@ -198,12 +199,12 @@ def emulate(
             reasons.append(f"{method}: {error}")
             continue
         try:
-            made = tuple(
+            emulated_nodes = tuple(
                 Node(path, address(node, link), device_of(link))
                 for node, path in enumerate(namespaces)
                 for link in range(links)
             )
-            network = Network(method, made, rates, delays, pairs, process=process, links=links)
+            network = Network(method, emulated_nodes, rates, delays, pairs, process=process, links=links)
             pairs_of_nodes = [(node, (node + links) % nodes) for node in range(nodes if nodes > links else 0)]
             yield replace(network, measured=tuple(_measure(network, *pair) for pair in pairs_of_nodes))
         finally:
@@ -235,7 +236,7 @@ def _per_pair(value: float | Sequence[Sequence[float]], nodes: int) -> tuple[tup
 
 
 def _start(config: dict[str, Any]) -> tuple[subprocess.Popen[str], list[str]]:
-    """The process that owns the namespaces, and their paths."""
+    """Start the process that has the namespaces; return it, and their paths."""
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
             raise FileNotFoundError(f"the command {command} is missing: install the package iproute2")
@@ -253,15 +254,15 @@ def _start(config: dict[str, Any]) -> tuple[subprocess.Popen[str], list[str]]:
     line = process.stdout.readline() if ready else ""
     if not line:
         process.kill()
-        said = process.stderr.read().strip().splitlines()
+        error_lines = process.stderr.read().strip().splitlines()
         _close(process)
-        raise OSError(said[-1] if said else f"not ready within {_START_S} s")
+        raise OSError(error_lines[-1] if error_lines else f"not ready within {_START_S} s")
     namespaces: list[str] = json.loads(line)["namespaces"]
     return process, namespaces
 
 
 def _close(process: subprocess.Popen[str]) -> None:
-    """Wait for its end and close its pipes."""
+    """Wait for the end of the process, and close its pipes."""
     with process:
         process.wait()
 
@@ -270,7 +271,7 @@ def _close(process: subprocess.Popen[str]) -> None:
 
 
 def _measure(network: Network, sender: int, receiver: int) -> LinkMeasurement:
-    """One TCP connection from ``sender`` to ``receiver``: pings, then a stream whose second half is timed."""
+    """Measure a TCP connection from ``sender`` to ``receiver``: pings, then a stream whose second half is timed."""
     size = max(1 << 19, int(network.asked(sender, receiver)[0] / 8 * _PROBE_S))
     listener = _socket_in(network.nodes[receiver])
     listener.bind((network.nodes[receiver].address, 0))
@@ -292,7 +293,7 @@ def _measure(network: Network, sender: int, receiver: int) -> LinkMeasurement:
 
 
 def _serve(listener: socket.socket, size: int) -> float:
-    """Answer the pings, take ``size`` bytes, and return the rate of their second half in bit/s."""
+    """Answer the pings, receive ``size`` bytes, and return the rate of their second half in bit/s."""
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     buffer = bytearray(1 << 20)
@@ -300,26 +301,26 @@ def _serve(listener: socket.socket, size: int) -> float:
         for _ in range(_PINGS):
             connection.recv(1)
             connection.sendall(b"!")
-        left = size
-        while left > size // 2:
-            left -= connection.recv_into(buffer)
-        second_half, begin = left, time.perf_counter()
-        while left > 0:
-            left -= connection.recv_into(buffer)
+        remaining_bytes = size
+        while remaining_bytes > size // 2:
+            remaining_bytes -= connection.recv_into(buffer)
+        second_half, begin = remaining_bytes, time.perf_counter()
+        while remaining_bytes > 0:
+            remaining_bytes -= connection.recv_into(buffer)
         return second_half * 8 / (time.perf_counter() - begin)
 
 
 def _socket_in(node: Node) -> socket.socket:
-    """A socket belongs to the namespace of the thread that makes it, so a short-lived thread makes it."""
-    made: list[socket.socket] = []
+    """Make a socket in a node's namespace, by a thread that enters it: a socket belongs to its thread's namespace."""
+    sockets: list[socket.socket] = []
 
     def make() -> None:
         assert node.namespace is not None
         enter_namespace(node.namespace)
-        made.append(socket.socket())
+        sockets.append(socket.socket())
 
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    made[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made[0]
+    sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sockets[0]

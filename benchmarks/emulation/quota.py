@@ -1,17 +1,17 @@
-"""Ranks of unequal speed on equal cores: the kernel gives the thread that computes a share of a core.
+"""Make ranks of unequal speed on equal cores: the kernel gives the computing thread a share of a core.
 
     with speed_limits(num_ranks) as limits:      # in the parent
         method = limits.limit(rank, cores)       # in the rank's process, from its main thread; again to change it
 
-Only the main thread is limited, so that gloo's threads carry messages at full speed while it computes, as a NIC would.
-Everything that the thread does is slowed down alike, whether a profiler or a training step asks for it. Both methods
-count CPU time, so that waiting for a message is not taken for work.
+Only the main thread is limited, so that gloo's threads carry messages at full speed while it computes, as a NIC does.
+All work of the thread is slowed down equally, of a profiler or of a training step. Both methods count CPU time, so that
+waiting for a message does not count as work.
 
-    deadline    SCHED_DEADLINE: so many milliseconds in every ten, whatever else the machine has to do; needs root
-    quota       CFS bandwidth control, where deadlines are not allowed; needs a writable cpu controller (cgroup v1)
+    deadline    SCHED_DEADLINE: a number of milliseconds in every ten, whatever else the machine does; needs root
+    quota       CFS bandwidth control, if deadlines are not allowed; needs a writable cpu controller (cgroup v1)
 
-Where that controller is writable, the ranks' other threads are in a group that has precedence over other processes.
-The groups are gone at the end, also after SIGKILL (`benchmarks.emulation.guardian`).
+If that controller is writable, the ranks' other threads are in a group that has precedence over other processes. The
+groups are removed at the end, also after SIGKILL (`benchmarks.emulation.guardian`).
 """
 
 from __future__ import annotations
@@ -52,39 +52,39 @@ class _Attributes(ctypes.Structure):
 
 @dataclass(frozen=True)
 class SpeedLimits:
-    """What a rank needs to limit itself; picklable.
+    """Data by which a rank limits itself; picklable.
 
     Args:
-        group: CPU group of all ranks, with ``rank<n>`` below it; None where groups cannot be made.
+        group: CPU group of all ranks, with ``rank<n>`` below it; None if groups cannot be made.
     """
 
     group: Path | None
 
     def limit(self, rank: int, cores: float) -> str | None:
-        """Give the calling thread ``cores`` of a core and this process precedence; says by which method, None if none.
+        """Give the calling thread ``cores`` of a core, and this process precedence; return the method, or None.
 
-        Other threads of the process, and threads and processes it starts later, are not limited.
+        Other threads of the process, and threads and processes that it starts later, are not limited.
         """
         self.take_precedence()
         if _set_deadline(cores):
             return "deadline"
         if self.group is None:
             return None
-        mine = self.group / f"rank{rank}"
-        (mine / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD_US))
-        (mine / "cpu.cfs_quota_us").write_text(str(round(cores * _QUOTA_PERIOD_US)))
-        (mine / "tasks").write_text(str(threading.get_native_id()))
+        rank_group = self.group / f"rank{rank}"
+        (rank_group / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD_US))
+        (rank_group / "cpu.cfs_quota_us").write_text(str(round(cores * _QUOTA_PERIOD_US)))
+        (rank_group / "tasks").write_text(str(threading.get_native_id()))
         return "quota"
 
     def take_precedence(self) -> None:
-        """Give this process, where groups can be made, precedence over processes outside of them."""
+        """Give this process precedence over processes outside of the groups, if groups can be made."""
         if self.group is not None:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 @contextmanager
 def speed_limits(num_ranks: int) -> Iterator[SpeedLimits]:
-    """Make the CPU groups if this machine allows it, and remove them at the end with whatever still runs in them."""
+    """Make the CPU groups if this machine allows it; at the end kill the processes in them and remove them."""
     if not os.access(_ROOT / "cpu.shares", os.W_OK):
         yield SpeedLimits(None)
         return
@@ -108,11 +108,11 @@ def speed_limits(num_ranks: int) -> Iterator[SpeedLimits]:
 
 
 def _set_deadline(cores: float) -> bool:
-    """Reserve ``cores`` of a core for the calling thread, and not more; threads it starts are ordinary ones."""
+    """Reserve ``cores`` of a core for the calling thread, and limit it to them, but not threads that it starts."""
     call = _SCHED_SETATTR.get(platform.machine())
     if call is None:
         return False
     period = _DEADLINE_PERIOD_NS
-    wanted = _Attributes(ctypes.sizeof(_Attributes), _SCHED_DEADLINE, _RESET_ON_FORK, 0, 0, 0, period, period)
-    wanted.runtime = round(cores * period)
-    return ctypes.CDLL(None, use_errno=True).syscall(call, 0, ctypes.byref(wanted), 0) == 0
+    attributes = _Attributes(ctypes.sizeof(_Attributes), _SCHED_DEADLINE, _RESET_ON_FORK, 0, 0, 0, period, period)
+    attributes.runtime = round(cores * period)
+    return ctypes.CDLL(None, use_errno=True).syscall(call, 0, ctypes.byref(attributes), 0) == 0

@@ -41,12 +41,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def address(node: int, link: int = 0) -> str:
-    """The node's IPv4 address on one of its links; each link has a subnet, so that packets leave by the right one."""
+    """Return the node's IPv4 address on one of its links; each link has a subnet, so that packets leave by it."""
     return f"10.{77 + link}.{node >> 8}.{(node & 255) + 1}"
 
 
 def device_of(link: int) -> str:
-    """Name of a node's device for one of its links."""
+    """Return the name of a node's device for one of its links."""
     return f"{DEVICE.rstrip('0')}{link}"
 
 
@@ -60,7 +60,7 @@ def enter_namespace(path: str) -> None:
 
 
 def main() -> None:
-    """Make the network that argv[1] describes, say so in one line of JSON on stdout, and serve it until killed."""
+    """Make the network that argv[1] describes, print one line of JSON when it is ready, and serve it until killed."""
     config = json.loads(sys.argv[1])
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != config["parent"]:
@@ -97,9 +97,9 @@ def _ip(*words: object) -> None:
 
 
 def _tool(*words: object) -> None:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(done.returncode, f"{' '.join(map(str, words))}: {done.stderr.strip()}")
+    completed = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    if completed.returncode:
+        raise OSError(completed.returncode, f"{' '.join(map(str, words))}: {completed.stderr.strip()}")
 
 
 def _prepare_node() -> None:
@@ -114,7 +114,7 @@ def _prepare_node() -> None:
 
 
 def _real_time() -> None:
-    """Rather late than never: without the right to a real-time priority, packets wait for a turn on the CPU."""
+    """Ask for a real-time priority; without the right to it, packets wait for a turn on the CPU."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     except OSError as error:
@@ -126,6 +126,7 @@ def _real_time() -> None:
 
 
 def _make_veth(rates_bit_per_s: list[float]) -> list[int]:
+    """Make namespaces with veth pairs to a bridge, and limit their rates."""
     switch = _new_namespace()
     _ip("link", "add", "br0", "type", "bridge")
     _ip("link", "set", "br0", "mtu", MTU, "up")
@@ -157,7 +158,7 @@ def _shape(device: str, rate_bit_per_s: float) -> None:
 
 
 def _make_tuns(rates_bit_per_s: list[float], links: int) -> tuple[list[int], list[int]]:
-    """Namespaces by node, and devices by node and link, as the rates are."""
+    """Make namespaces and TUN devices; return namespaces by node, and devices by node and link."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     namespaces, tuns = [], []
     for index, rate in enumerate(rates_bit_per_s):
@@ -177,6 +178,8 @@ def _make_tuns(rates_bit_per_s: list[float], links: int) -> tuple[list[int], lis
 
 
 class _TimerSpec(ctypes.Structure):
+    """struct itimerspec of time.h."""
+
     _fields_ = (
         ("interval_s", ctypes.c_long),
         ("interval_ns", ctypes.c_long),
@@ -186,11 +189,11 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Relay:
-    """Carries IPv4 packets between the TUN devices at the rates and with the delays asked for.
+    """Carries IPv4 packets between the TUN devices at the requested rates and with the requested delays.
 
-    Where nodes have several links, what is called a node here is one link of a node. A link is the time until which it
-    is busy. A packet that would wait in a queue longer than `QUEUE_BYTES` is dropped, as a switch does. SIGUSR1 asks
-    for one line of JSON on what was carried so far.
+    If nodes have several links, a node means one link of a node here. A link is represented by the time until which it
+    is busy. A packet that would wait in a queue longer than `QUEUE_BYTES` is dropped, as by a switch. SIGUSR1 requests
+    one line of JSON on the packets so far.
     """
 
     def __init__(self, tuns: list[int], config: dict[str, Any]) -> None:
@@ -210,7 +213,7 @@ class Relay:
         self._late_s = 0.0
 
     def run(self) -> None:
-        """Until SIGTERM."""
+        """Carry packets until SIGTERM."""
         signal.signal(signal.SIGUSR1, lambda *_: self._report())
         timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, _TFD_NONBLOCK)
         poll = select.epoll()
@@ -244,6 +247,7 @@ class Relay:
                 self._schedule(packet, sender, receiver)
 
     def _schedule(self, packet: bytes, sender: int, receiver: int) -> None:
+        """Compute when a packet arrives, and queue it."""
         size, now = len(packet) + FRAMING_BYTES, time.monotonic()
         at = max(self._sent_at[sender], now)
         if (at - now) * self._rate[sender] > QUEUE_BYTES:

@@ -1,11 +1,11 @@
-"""How a rank is made slow, and how that is verified.
+"""Slow a rank down, and verify its speed.
 
-    deadline, quota   by the kernel, see `benchmarks.emulation.quota`: nothing of the program knows; needs root
-    counted           by this process itself: after every torch operator it sleeps until the emulated device would be
-                      done as well. Needs no right, sees operators only, and costs 10 to 20 us of each
+    deadline, quota   by the kernel, see `benchmarks.emulation.quota`; the program does not notice; needs root
+    counted           by this process itself: after every torch operator it sleeps until the emulated device would have
+                      finished, too. Needs no rights, sees operators only, and costs 10 to 20 us for each
     none              not at all
 
-All count the CPU time of the thread that computes. None takes waiting for work, and none slows the threads that carry
+All count the CPU time of the computing thread. So none takes waiting for work, and none slows the threads that carry
 messages.
 """
 
@@ -30,17 +30,17 @@ SPEED_TOLERANCE, SPREAD_TOLERANCE = 0.05, 0.03
 _PROBE = 256  # square product, about half a millisecond
 _WINDOWS = 5
 _SHORTEST_SLEEP_S = 1e-3
-_MOST_CORRECTION = 0.15  # more is not cold caches, but a machine that is too busy to measure on
-_MOST_CREDIT_S = 0.02  # for time in which the thread was ready and got no core
+_MAX_CORRECTION = 0.15  # more is not cold caches, but a machine that is too busy to measure on
+_MAX_CREDIT_S = 0.02  # for time in which the thread was ready and got no core
 
 
 @dataclass(frozen=True)
 class SpeedMeasurement:
-    """One rank's speed.
+    """Speed of one rank.
 
     Args:
-        asked: cores.
-        measured: rate of products over that of the same rank alone and not slowed down.
+        asked: cores requested.
+        measured: matmul rate over that of the same rank alone at full speed.
         spread: coefficient of variation between windows.
     """
 
@@ -50,12 +50,12 @@ class SpeedMeasurement:
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error."""
         return self.measured / self.asked - 1
 
     @property
     def good(self) -> bool:
-        """As the lab promises."""
+        """Whether the error is as small as the lab promises."""
         return abs(self.error) <= SPEED_TOLERANCE and self.spread <= SPREAD_TOLERANCE
 
 
@@ -68,8 +68,8 @@ class Throttle:
         methods: to try, in this order.
 
     Attributes:
-        method: what works here: ``"deadline"``, ``"quota"``, ``"counted"`` or ``"none"``.
-        correction: what cores are multiplied with, so that the speed is what was asked for; see `measure_speed`.
+        method: that works here: ``"deadline"``, ``"quota"``, ``"counted"`` or ``"none"``.
+        correction: factor of the cores that makes the measured speed the requested one; see `measure_speed`.
     """
 
     def __init__(self, limits: SpeedLimits, rank: int, methods: Sequence[str] = METHODS) -> None:
@@ -79,11 +79,11 @@ class Throttle:
         self.correction = 1.0
 
     def set(self, cores: float) -> None:
-        """Run at ``cores`` of a core from now on; call it from the thread that computes."""
+        """Run at ``cores`` of a core from now on; called from the computing thread."""
         cores = min(cores * self.correction, 1.0)
         for method in self._methods:
-            if method == "kernel" and (found := self._limits.limit(self._rank, cores)):
-                self.method = found
+            if method == "kernel" and (kernel_method := self._limits.limit(self._rank, cores)):
+                self.method = kernel_method
                 return
             if method == "counted":
                 self._count(cores)
@@ -92,7 +92,7 @@ class Throttle:
 
     @property
     def late_s(self) -> float:
-        """By how much this process fell behind because no core was free for it; known to ``counted`` alone."""
+        """Seconds by which this process is late because no core was free for it; only ``counted`` knows."""
         return self._counted.late_s if self._counted else 0.0
 
     def _count(self, cores: float) -> None:
@@ -105,7 +105,7 @@ class Throttle:
 
 
 class CountedTime(TorchDispatchMode):
-    """Sleeps after operators so that the thread's CPU time is ``cores`` of the time it is not blocked."""
+    """Sleeps after operators so that the thread's CPU time is ``cores`` of the time in which it is not blocked."""
 
     def __init__(self, cores: float) -> None:
         super().__init__()
@@ -119,12 +119,13 @@ class CountedTime(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, then make up for its speed."""
+        """Run the operator, then sleep for its share."""
         result = func(*args, **(kwargs or {}))
         self._pay()
         return result
 
     def _pay(self) -> None:
+        """Sleep until CPU time is ``cores`` of the elapsed time."""
         cpu_s = time.thread_time()
         due_s = (cpu_s - self._cpu_s) * (1 / self.cores - 1)
         if self._debt_s + due_s < _SHORTEST_SLEEP_S:
@@ -132,9 +133,9 @@ class CountedTime(TorchDispatchMode):
         queued_s = self._read_queued_s()
         self._debt_s += due_s - (queued_s - self._queued_s)
         self._cpu_s, self._queued_s = cpu_s, queued_s
-        if self._debt_s < -_MOST_CREDIT_S:
-            self.late_s -= self._debt_s + _MOST_CREDIT_S
-            self._debt_s = -_MOST_CREDIT_S
+        if self._debt_s < -_MAX_CREDIT_S:
+            self.late_s -= self._debt_s + _MAX_CREDIT_S
+            self._debt_s = -_MAX_CREDIT_S
         if self._debt_s > _SHORTEST_SLEEP_S:
             begin = time.perf_counter()
             time.sleep(self._debt_s)
@@ -149,9 +150,9 @@ class CountedTime(TorchDispatchMode):
 
 
 def measure_speed(throttle: Throttle, cores: Sequence[float], reference: float) -> list[SpeedMeasurement]:
-    """Set all ranks' speeds, measure them all at once, and correct once what is more than a percent off.
+    """Set all ranks' speeds, measure them at the same time, and correct errors of more than a percent once.
 
-    A slowed device finds its caches cold after every pause, so that it is a little slower still.
+    A slowed device has cold caches after every pause, so that it is a little too slow at first.
 
     Args:
         throttle: of this rank.
@@ -159,21 +160,21 @@ def measure_speed(throttle: Throttle, cores: Sequence[float], reference: float) 
         reference: from `reference_rate`.
 
     Returns:
-        the speeds of all ranks as they are now. Caller: every rank.
+        The speeds of all ranks now. Caller: every rank.
     """
     asked = cores[dist.get_rank()]
     throttle.set(asked)
     measured = _measure(asked, reference)
     if throttle.method != "none" and max(_gather(abs(measured.error))) > 0.01:
         correction = throttle.correction / (1 + measured.error)
-        throttle.correction = min(max(correction, 1 - _MOST_CORRECTION), 1 + _MOST_CORRECTION)
+        throttle.correction = min(max(correction, 1 - _MAX_CORRECTION), 1 + _MAX_CORRECTION)
         throttle.set(asked)
         measured = _measure(asked, reference)
     return _gather(measured)
 
 
 def describe_speeds(method: str, speeds: Sequence[SpeedMeasurement]) -> str:
-    """One line: the request, the measurement, and whether they agree."""
+    """Describe request and measurement in one line, and whether they agree."""
     asked = " ".join(f"{speed.asked:.3g}" for speed in speeds)
     got = " ".join(f"{speed.measured:.3g}" for speed in speeds)
     spread = max(speed.spread for speed in speeds)
@@ -182,7 +183,7 @@ def describe_speeds(method: str, speeds: Sequence[SpeedMeasurement]) -> str:
 
 
 def reference_rate() -> float:
-    """Products per CPU second of this rank, while the others wait and before it is slowed down. Caller: every rank."""
+    """Return matmuls per CPU second of this rank at full speed, while the others wait. Caller: every rank."""
     rate = 0.0
     for turn in range(dist.get_world_size()):
         dist.barrier()
@@ -194,6 +195,7 @@ def reference_rate() -> float:
 
 
 def _measure(cores: float, reference: float) -> SpeedMeasurement:
+    """Measure this rank's speed."""
     dist.barrier()
     window_s = max(0.4, 0.1 / cores)  # the kernel enforces limits by ticks of up to 10 ms
     _rates(0.1, 1)
@@ -203,6 +205,7 @@ def _measure(cores: float, reference: float) -> SpeedMeasurement:
 
 
 def _rates(window_s: float, windows: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Return the matmul rates of several windows."""
     x = torch.ones(_PROBE, _PROBE)
     out = torch.empty_like(x)
     rates = []

@@ -1,1 +1,1 @@
-"""Whole training steps at real size on GPUs that do not exist; see `__main__`."""
+"""Run whole training steps at real size on GPUs that do not exist; see `__main__`."""

@@ -1,22 +1,22 @@
-"""Whole training steps of models of real size, on GPUs that do not exist: waits of the host, launches, memory.
+"""Run whole training steps of models of real size on GPUs that do not exist: waits of the host, launches, memory.
 
     python -m benchmarks.fake_gpu [--quick] [--json] [--all-ranks] [--output FILE]
 
-Each rank runs in a process of its own: the transformers model built from its config, this engine and DeepSpeed with
-ZeRO, on a device whose tensors have no numbers (`benchmarks.fake_gpu.device`), with torch's fake process group in place
-of NCCL. Two or three optimizer steps, forward, backward with its recomputations and optimizer; the last one counts.
+Each rank runs in its own process: the transformers model built from its config, this engine and DeepSpeed with ZeRO, on
+a device whose tensors have no numbers (`benchmarks.fake_gpu.device`), with torch's fake process group in place of NCCL.
+It does two or three optimizer steps: forward, backward with recomputations, optimizer. The last one counts.
 
     syncs_in_layers  waits of the host inside decoder layers, forward and backward
-    syncs            the others of a forward, which are named
-    mixtures         operators that were given tensors of several devices
-    launches         of an attention layer, forward and backward, beside stock Ulysses' at equal shares
-    peak             bytes on the device, blocks of 512 as CUDA's caching allocator hands them out, by what, and
-                     what `ds-hetero fit` says of it, which counts no towers for images
+    syncs            other waits in a forward, by name
+    mixtures         operators whose tensors are on several devices
+    launches         of an attention layer, forward and backward, and those of stock Ulysses with equal shards
+    peak             bytes on the device by cause, in blocks of 512 bytes as CUDA's caching allocator allocates, and the
+                     estimate of `ds-hetero fit`, which counts no towers for images
 
 Without --all-ranks one rank of each share of tokens and heads runs. --quick runs two ranks of a model of four layers.
-Exit code 1 if a layer waits, devices mix, a forward waits more than once (twice, where documents are read from its
-position ids, or where transformers counts the places of images), or a layer launches more than 1.3 times what stock
-launches.
+The exit code is 1 if a layer waits, if devices mix, if a forward waits more than once (twice if documents are read from
+its position ids, or if transformers counts the positions of images), or if a layer launches more than 1.3 times as
+often as stock.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _QUICK_LAYERS = 4
 
 
 def main() -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two ranks of a model of four layers")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -71,7 +72,7 @@ def main() -> int:
 
 
 def passes(result: dict[str, Any]) -> bool:
-    """Whether every rank ran and all limits are kept."""
+    """Return whether every rank ran and all limits are kept."""
     rows = result["ranks"]
     return (
         not any("error" in row for row in rows)
@@ -83,7 +84,7 @@ def passes(result: dict[str, Any]) -> bool:
 
 
 def ranks_of_kinds(setting: Setting) -> list[int]:
-    """The first rank with each number of tokens and of heads."""
+    """Return the first rank with each number of tokens and of heads."""
     schedule = setting.schedule()
     tokens = schedule.tokens(setting.length)
     kinds: dict[Any, int] = {}
@@ -94,13 +95,14 @@ def ranks_of_kinds(setting: Setting) -> list[int]:
 
 
 def _run(tasks: list[tuple[Setting, int, int | None]], counts: list[int], processes: int) -> dict[str, Any]:
+    """Run the ranks in processes; return their rows."""
     from benchmarks.fake_gpu.step import use_device
 
     use_device()  # and all imports, before processes are made
     rows: list[dict[str, Any]] = []
     launches: list[dict[str, Any]] = []
-    made = multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1)
-    with progress(Console(stderr=True)) as report, made as pool:
+    workers = multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1)
+    with progress(Console(stderr=True)) as report, workers as pool:
         of_layers = pool.map_async(_launches, counts, chunksize=1)
         for row in pool.imap(_rank_row, tasks, chunksize=1):
             rows.append(row)
@@ -124,7 +126,7 @@ def _launches(num_ranks: int) -> dict[str, Any]:
 
 
 def _rank_row(task: tuple[Setting, int, int | None]) -> dict[str, Any]:
-    """One rank's step as plain data; an ``error`` with its place where it did not end."""
+    """Run one rank's step; return plain data, with an ``error`` and its place if it failed."""
     from benchmarks.fake_gpu.step import run_step
 
     setting, rank, layers = task
@@ -160,6 +162,7 @@ def _rank_row(task: tuple[Setting, int, int | None]) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the table."""
     table = Table(
         "job", "rank", "tokens", "syncs in layers", "of a forward", "launches", "peak, GiB", "largest causes, GiB"
     )

@@ -1,7 +1,7 @@
-"""A GPU that does not exist: torch's Python device under fake tensors, with torch's fake process group beside it.
+"""A GPU that does not exist: torch's Python device under fake tensors, with torch's fake process group.
 
-Tensors of the device have a shape, a type and a storage of a size, and no numbers. The engine's own modules run on it
-as on CUDA; what asks CUDA itself is answered here, in one list (`_answers`). Tensors of the CPU are real.
+Tensors of the device have a shape, a type and a storage of a size, but no numbers. The engine's modules run on it as on
+CUDA; questions that go to CUDA itself are answered here, in one list (`_answers`). Tensors on the CPU are real.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPERATORS = torch.library.Library("aten", "IMPL")  # that CUDA has as one kerne
 
 
 def device() -> torch.device:
-    """The one device of a rank; the first call registers its kind."""
+    """Return the one device of a rank; the first call registers its type."""
     if torch._C._get_privateuse1_backend_name() != DEVICE_TYPE:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -37,7 +37,7 @@ def device() -> torch.device:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors of the device may be made; one for a process, since tensors of two do not mix."""
+    """Return this process's only mode in which tensors of the device can be made; tensors of two modes do not mix."""
     device()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -70,7 +70,7 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _answers() -> Iterator[None]:
-    """Answer what the engine and torch ask of CUDA: which device, which operators and kernels there are."""
+    """Answer the questions of the engine and torch to CUDA: which device, operators and kernels exist."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     from ds_hetero.runtime import collectives, process_groups
@@ -103,7 +103,7 @@ def _answers() -> Iterator[None]:
 
 
 def _operators(where: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> Any:
-    """Operators as `ds_hetero.runtime.attention.kernels.torch_native` takes them on an Ampere card or a newer one."""
+    """Return the operators that `ds_hetero.runtime.attention.kernels.torch_native` uses on Ampere and newer GPUs."""
     from ds_hetero.runtime.attention.kernels import torch_native
 
     if where.type == "cpu":
@@ -117,13 +117,13 @@ _CHUNK = 64  # tokens of a chunk of flash-linear-attention, which keeps a triang
 
 @torch.library.custom_op("fake_gpu::delta_rule", mutates_args=())
 def _delta_rule_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Output like v [B, s, heads, width], and what the backward needs of every chunk."""
+    """Return an output like v [B, s, heads, width], and the state that the backward needs of every chunk."""
     raise NotImplementedError("on fake tensors alone")
 
 
 @torch.library.custom_op("fake_gpu::delta_rule_backward", mutates_args=())
 def _delta_rule_backward(dout: Tensor, of_chunks: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients of the inputs."""
+    """Return the gradients of the inputs."""
     raise NotImplementedError("on fake tensors alone")
 
 
@@ -132,7 +132,7 @@ _delta_rule_backward.register_fake(lambda dout, of_chunks, inputs: [torch.empty_
 
 
 class _DeltaRule(torch.autograd.Function):
-    """The gated delta rule in one kernel a pass; flash-linear-attention's, which stands here on CUDA, has a few."""
+    """The gated delta rule in one kernel per pass; flash-linear-attention's, which runs on CUDA, has several."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _delta_rule(
 
 
 def post_each(operations: Sequence[dist.P2POp]) -> list[Any]:
-    """Messages one by one, where torch would ask which backend the device has."""
+    """Post messages one by one; torch would ask which backend the device has."""
     peers = ("group_dst" if each.op is dist.isend else "group_src" for each in operations)
     return [
         each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer})
@@ -164,7 +164,7 @@ def post_each(operations: Sequence[dist.P2POp]) -> list[Any]:
 
 
 def _apply_unless_same(apply: Any) -> Any:
-    """``module.to`` where everything is there already, which with fake tensors torch refuses."""
+    """Skip ``module.to`` if everything is there already, which torch refuses for fake tensors."""
 
     def replaced(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
         tensors = [*module.parameters(), *module.buffers()]

@@ -1,4 +1,4 @@
-"""The jobs of this benchmark: models of real size on clusters of unlike cards, with the schedules that are planned."""
+"""The jobs of this benchmark: models of real size on clusters of unequal GPUs, with planned schedules."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class Setting:
     """A model on a cluster.
 
     Args:
-        model: preset.
+        model: name of a preset.
         cluster: file of ds_configs/clusters.
         length: tokens of a sequence.
         zero_stage: of DeepSpeed.
-        documents: packed in the sequence, as shares of it; none for one.
-        images: before the text, each 576 places of CLIP-L at 336 pixels, as LLaVA has them.
-        tile_tokens: of MLPs and loss.
-        checkpointing: recompute every layer.
+        documents: shares of the packed documents in the sequence; empty for one document.
+        images: number before the text, each of 576 positions (CLIP-L at 336 pixels), as in LLaVA.
+        tile_tokens: tokens of a tile of MLPs and loss.
+        checkpointing: whether every layer is recomputed.
+        keep_attention: whether the recomputation takes attention from the forward.
     """
 
     model: str
@@ -42,27 +43,29 @@ class Setting:
     images: int = 0
     tile_tokens: int | None = 4096
     checkpointing: bool = True
+    keep_attention: bool = False
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         packed = f" in {len(self.documents)} documents" if self.documents else ""
         images = f" with {self.images} images" if self.images else ""
         return f"{self.model}, {self.cluster}, {self.length:,} tokens{packed}{images}, ZeRO-{self.zero_stage}"
 
     @property
     def title(self) -> str:
-        """The same, with what saves memory."""
+        """Name with the settings that save memory."""
         savers = ", ".join(self.workload.memory_savers)
         return f"{self.name}{', ' if savers else ''}{savers}"
 
     @property
     def workload(self) -> Workload:
-        """As the cost model sees it."""
+        """The workload of the cost model."""
         return Workload(
             seq_len=self.length,
             zero_stage=self.zero_stage,
             activation_checkpointing=self.checkpointing,
+            keep_attention=self.keep_attention,
             tiled_logits=self.tile_tokens is not None,
             tiled_mlp=self.tile_tokens is not None,
             tile_tokens=self.tile_tokens,
@@ -70,21 +73,21 @@ class Setting:
         )
 
     def schedule(self) -> Schedule:
-        """Planned; in proportion to the ranks' speed where nothing fits into memory."""
+        """The planned schedule; if no schedule fits into memory, one in proportion to the ranks' speeds."""
         return _schedule(self)
 
     def cost_model(self, layers: int | None = None) -> CostModel:
-        """The calibrated cost model, of all layers or the first of them."""
+        """Return the calibrated cost model of all layers, or of the first ``layers``."""
         model = model_from_config(config_of(self.model, layers, self.length), self.model)
         return make_cost_model("calibrated", load_cluster(self.cluster), model, self.workload)
 
     def fit_bytes(self, rank: int, layers: int | None = None) -> float:
-        """Bytes that ``ds-hetero fit`` says of a rank's peak, without what the card's driver keeps for itself."""
+        """Return the peak of a rank by ``ds-hetero fit``, without the memory of the GPU's driver."""
         stack = stacks(self.cost_model(layers), self.schedule())[rank]
         return stack.tensors
 
     def job(self, layers: int | None = None) -> Job:
-        """The job, with all its layers or the first of them."""
+        """Return the job with all its layers, or with the first ``layers``."""
         documents = tuple(self.length * share // sum(self.documents) for share in self.documents)
         if documents:
             documents = (*documents[:-1], self.length - sum(documents[:-1]))
@@ -99,6 +102,7 @@ class Setting:
             zero_stage=self.zero_stage,
             checkpointing=self.checkpointing,
             tile_tokens=self.tile_tokens,
+            keep_attention=self.keep_attention,
         )
 
 
@@ -125,12 +129,12 @@ def _schedule(setting: Setting) -> Schedule:
 
 
 def config_of(model: str, layers: int | None, length: int) -> dict[str, Any]:
-    """A config.json of a preset.
+    """Return the config.json of a preset.
 
     Args:
-        model: preset.
-        layers: how many are kept, from the first on; None for all.
-        length: of the longest sequence.
+        model: name of the preset.
+        layers: number of first layers to keep; None for all.
+        length: tokens of the longest sequence.
     """
     config: dict[str, Any] = json.loads((config_dir() / "models" / f"{model}.json").read_text())
     config |= {"use_cache": False, "max_position_embeddings": max(length, config.get("max_position_embeddings", 0))}
@@ -144,7 +148,7 @@ def config_of(model: str, layers: int | None, length: int) -> dict[str, Any]:
 
 
 def _with_images(text: dict[str, Any]) -> dict[str, Any]:
-    """LLaVA 1.5 around a text model: CLIP-L's tower for images of 336 pixels, and its projector."""
+    """Return LLaVA 1.5 around a text model: CLIP-L's tower for images of 336 pixels, and its projector."""
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
     sizes = {"image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE, "projection_dim": 768}
     return {

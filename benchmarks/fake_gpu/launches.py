@@ -1,4 +1,4 @@
-"""Launches of one attention layer, forward and backward, beside those of stock Ulysses at equal shares."""
+"""Launches of one attention layer, forward and backward, and those of stock Ulysses with equal shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.fake_gpu.device import device, rank_of
 from benchmarks.fake_gpu.recorder import Recorder
 from benchmarks.fake_gpu.step import DTYPE, the_mode
-from ds_hetero.cost.played import Operation
+from ds_hetero.cost.replay import Operation
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
@@ -30,7 +30,7 @@ _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def launches_per_layer(num_ranks: int, length: int = 65_536) -> dict[str, Any]:
-    """Launches of rank 0 of so many, by contender: forward and backward, and of which operators."""
+    """Return the launches of rank 0 by contender: forward and backward, and of which operators."""
     result: dict[str, Any] = {"ranks": num_ranks, "tokens": length}
     for name, make in (("stock", _stock), ("ours", _ours)):
         with rank_of(0, num_ranks):
@@ -44,6 +44,8 @@ def launches_per_layer(num_ranks: int, length: int = 65_536) -> dict[str, Any]:
 
 
 def _run(attend: _Attend, tokens: int, recorder: Recorder) -> list[Operation]:
+    """Run a forward and a backward of attention under the recorder."""
+
     def made(heads: int) -> Tensor:  # a projection's output as a layer hands it on
         x = torch.empty(1, tokens, heads, HEAD_DIM, device=device(), dtype=DTYPE).transpose(1, 2)
         return x.requires_grad_()
@@ -56,6 +58,7 @@ def _run(attend: _Attend, tokens: int, recorder: Recorder) -> list[Operation]:
 
 
 def _ours(num_ranks: int, length: int) -> _Attend:
+    """Return this engine's attention."""
     schedule: Schedule = ulysses(num_ranks, HEADS, KV_HEADS)
     groups = ProcessGroups()
     group = groups.of(schedule.ranks)
@@ -66,6 +69,7 @@ def _ours(num_ranks: int, length: int) -> _Attend:
 
 
 def _stock(num_ranks: int, length: int) -> _Attend:
+    """Return stock Ulysses' attention."""
     import deepspeed.comm
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -87,7 +91,7 @@ def _stock(num_ranks: int, length: int) -> _Attend:
 def _flash(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Flash operator of torch, called as transformers' attention functions: [B, heads, S, D] in, [B, S, H, D] out."""
+    """Call torch's flash operator like transformers' attention functions: [B, heads, S, D] in, [B, S, heads, D] out."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scaling

@@ -1,15 +1,15 @@
-"""Recorded steps, played: against steps that were measured in the CPU lab, and beside the cost model at real size.
+"""Replay recorded steps: compare with steps measured in the CPU lab, and with the cost model at real size.
 
     python -m benchmarks.fake_gpu.played lab [FILE ...]       results of `python -m benchmarks.prediction`
     python -m benchmarks.fake_gpu.played size                 jobs of real size
     python -m benchmarks.fake_gpu.played record FILE --model llama-3.1-8b --cluster cloud-l40s-a10g --length 65536
 
-`lab` runs the step of every schedule of a result once on gloo ranks, records what they compute, post and wait for, and
-plays it at the rates that were profiled for that result. `size` records all ranks of a job on GPUs that do not exist
-and plays them on its cluster; beside it the prediction of the calibrated cost model, and what the rank that ends last
-does in products, attention and memory-bound kernels and how long it waits for messages and its host. One and two
-layers are recorded, and the step of all is a line through the two. `record` writes the step of one job for
-``ds-hetero trace --from-code FILE``.
+`lab` runs a step of every schedule of a result on gloo ranks, records what they compute, post and wait for, and replays
+it at the rates that were profiled for that result. `size` records all ranks of a job on GPUs that do not exist, and
+replays them on its cluster. It prints the prediction of the calibrated cost model, too, and the last rank's seconds of
+matmuls, attention and memory-bound kernels, and of waits for messages and for its host. One and two layers are
+recorded; a step of all layers is extrapolated linearly. `record` writes the step of one job for ``ds-hetero trace
+--from-code FILE``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.measure import ranks
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.proof import events as posted
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.cost.played import Event, Operation, PostedCall, PostedMessage, Sync, Wait, play
+from ds_hetero.cost.replay import Event, Operation, PostedCall, PostedMessage, Sync, Wait, replay
 from ds_hetero.cost.terms.host import launch_time_factor
 from ds_hetero.reporting.recorded_step import RecordedStep
 
@@ -42,7 +42,7 @@ _UNEVEN = ("all_to_all_single", "alltoall_base")  # whose elements for every ran
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     lab = commands.add_parser("lab")
@@ -89,30 +89,33 @@ def main() -> None:
 
 
 def played_events(events: Iterable[Any]) -> tuple[Event, ...]:
-    """Return what was recorded as `ds_hetero.cost.played` takes it; waits for calls of an earlier step are left out."""
-    made: list[Event] = []
-    known = set()
+    """Return recorded events in the form of `ds_hetero.cost.replay`, without waits for calls of an earlier step."""
+    replayed: list[Event] = []
+    known_works = set()
     for event in events:
         if isinstance(event, posted.Call):
-            known.add(event.work)
-            made.append(_call(event))
+            known_works.add(event.work)
+            replayed.append(_call(event))
         elif isinstance(event, posted.Wait):
-            if event.work in known:
-                made.append(Wait(event.work))
+            if event.work in known_works:
+                replayed.append(Wait(event.work))
         elif isinstance(event, Sync) or event.kind != MESSAGE:
-            made.append(event)
-    return tuple(made)
+            replayed.append(event)
+    return tuple(replayed)
 
 
 def _call(call: posted.Call) -> PostedCall:
-    messages = tuple(PostedMessage(one.sends, call.ranks[one.peer], one.num_bytes) for one in call.messages)
-    made = PostedCall(call.work, call.name, call.communicator, call.ranks, messages=messages)
+    """Return a recorded call in the form of `ds_hetero.cost.replay`."""
+    messages = tuple(
+        PostedMessage(message.sends, call.ranks[message.peer], message.num_bytes) for message in call.messages
+    )
+    posted_call = PostedCall(call.work, call.name, call.communicator, call.ranks, messages=messages)
     if call.splits is not None and call.name in _UNEVEN:
         itemsize = _itemsize(str(call.shape[0]))
-        return made._replace(sent_bytes=tuple(itemsize * elements for elements in call.splits[0]))
-    tensors = [each for each in call.shape if isinstance(each, tuple)]
-    sizes = [sum(_itemsize(dtype) * elements for dtype, elements in each) for each in tensors]
-    return made._replace(num_bytes=max(sizes, default=0))
+        return posted_call._replace(sent_bytes=tuple(itemsize * elements for elements in call.splits[0]))
+    tensors = [tensor for tensor in call.shape if isinstance(tensor, tuple)]
+    sizes = [sum(_itemsize(dtype) * elements for dtype, elements in tensor) for tensor in tensors]
+    return posted_call._replace(num_bytes=max(sizes, default=0))
 
 
 def _itemsize(dtype: str) -> int:
@@ -141,7 +144,7 @@ def _record_rank(task: tuple[Setting, int, int | None]) -> tuple[Event, ...]:
 
 
 def make_pool(processes: int) -> Any:
-    """Processes that record one rank each, forked with everything imported."""
+    """Make processes that record one rank each, forked with everything imported."""
     from benchmarks.fake_gpu.step import use_device
 
     use_device()
@@ -152,7 +155,7 @@ def make_pool(processes: int) -> Any:
 
 
 def lab_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """One row for every schedule of every result."""
+    """Return one row for every schedule of every result."""
     rows, recorded = [], {}
     for file in files:
         result = json.loads(file.read_text())
@@ -163,7 +166,7 @@ def lab_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
                 recorded[key] = ranks.run(
                     _record_live, [ranks.LOOPBACK] * cluster.num_ranks, row["schedule"], result["tokens"]
                 )
-            step = play(recorded[key], cluster)
+            step = replay(recorded[key], cluster)
             rows.append(
                 {
                     "name": f"{row['name']}, {file.stem.rpartition('_')[2]}",
@@ -178,7 +181,7 @@ def lab_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _with_peaks_reached(cluster: dict[str, Any]) -> dict[str, Any]:
-    """A profile of an earlier release, which had shares of a peak above 1, as today's has them: with a higher peak."""
+    """Convert a profile of an earlier release, whose fractions of a peak may exceed 1: raise the peak instead."""
     devices = {}
     for name, device in cluster["devices"].items():
         shares = {key: device["efficiency"][key] for key in ("matmul", "attention_forward", "attention_backward")}
@@ -189,6 +192,7 @@ def _with_peaks_reached(cluster: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record_live(rank: int, report: Any, schedule: dict[str, Any], tokens: int) -> tuple[Event, ...]:
+    """Record the step of one gloo rank."""
     from benchmarks.fake_gpu.live import recording_live
     from benchmarks.prediction import step_of
 
@@ -218,7 +222,7 @@ PAIRS = tuple(
 
 
 def size_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for every job."""
+    """Return one row for every job."""
     rows = []
     settings = [setting for setting in PAIRS if options.only in setting.name]
     with progress(Console(stderr=True)) as report, make_pool(options.processes) as pool:
@@ -230,10 +234,10 @@ def size_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _size_row(setting: Setting, pool: Any) -> dict[str, Any]:
-    """A job of all layers: played, and as the cost model predicts it."""
+    """Return a row with a job of all layers: replayed, and predicted by the cost model."""
     cost = setting.cost_model()
     few, more = (record_step(setting, layers, pool) for layers in _LAYERS)
-    fewer, most = (play(record.events, cost.cluster, record.host_share) for record in (few, more))
+    fewer, most = (replay(record.events, cost.cluster, record.host_share) for record in (few, more))
     ratio = (cost.model.num_layers - _LAYERS[0]) / (_LAYERS[1] - _LAYERS[0])
     rank = most.last_rank
     by_kind_s = {
@@ -256,6 +260,7 @@ def _size_row(setting: Setting, pool: Any) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the table."""
     kinds = sorted({kind for row in result["rows"] for kind in row["by_kind_s"]})
     has_measured = "measured_s" in result["rows"][0]
     table = Table("job", *(["measured, s"] if has_measured else []), "played, s", "predicted, s", "error", *kinds)

@@ -1,10 +1,10 @@
-"""What a rank does on the device: launches, waits of the host, mixtures of devices, bytes held and by what.
+"""Record what a rank does on the device: launches, waits of the host, mixtures of devices, and bytes by cause.
 
-Integer tensors of the device keep their numbers beside them, in a shadow on the CPU, as long as all that they are made
-of has some: positions, masks, headers and counts are those of the batch, so that the engine decides as it would.
+Integer tensors of the device keep their numbers in a shadow on the CPU, as long as all tensors that they are computed
+from have one: positions, masks, headers and counts are those of the batch, so that the engine decides as it would.
 
 A wait of the host (a "sync") is a number read from the device, a copy between host and device that is not on pinned
-memory with ``non_blocking``, and an operator whose output's shape depends on numbers. torch's CUDA code waits for the
+memory with ``non_blocking``, and an operator whose output shape depends on numbers. torch's CUDA code waits for the
 stream in each of these.
 """
 
@@ -36,8 +36,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from benchmarks.fake_gpu.device import DEVICE_TYPE
 from ds_hetero.batch.tiles import Band
-from ds_hetero.cost import played
-from ds_hetero.cost.played import ATTENTION, CAUSAL, MEMORY, PRODUCT, Operation
+from ds_hetero.cost import replay
+from ds_hetero.cost.replay import ATTENTION, CAUSAL, MEMORY, PRODUCT, Operation
 from ds_hetero.runtime.step_clock import Clock
 
 _aten = torch.ops.aten
@@ -56,7 +56,7 @@ _SCATTERS = {
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _AROUND_DISPATCH = ("/benchmarks/fake_gpu/recorder.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _USES_ALONE = 2  # of the storage of a tensor that nothing but its operator has: by the tensor, and by who asks
-_OWN_FILES = ("/benchmarks/fake_gpu/", "/torch/", "/contextlib.py")
+_SKIPPED_FILES = ("/benchmarks/fake_gpu/", "/torch/", "/contextlib.py")
 
 
 MESSAGE = "message"  # kind of the operation that posts one
@@ -66,7 +66,7 @@ _FLASH = {"_flash_attention_forward": (4, 0), "_flash_attention_backward": (10, 
 
 
 class Work(NamedTuple):
-    """What an operation computes; see `ds_hetero.cost.played.Operation`."""
+    """The work of an operation; see `ds_hetero.cost.replay.Operation`."""
 
     kind: str = MEMORY
     flops: int = 0
@@ -81,7 +81,7 @@ class Sync(NamedTuple):
     Args:
         name: of the operator.
         place: line of the code that waits.
-        layer: decoder layer; None outside of them.
+        layer: decoder layer; None outside of layers.
         phase: ``"forward"``, ``"backward"`` or ``"step"``.
     """
 
@@ -93,19 +93,20 @@ class Sync(NamedTuple):
 
 @dataclass
 class Record:
-    """What one rank did.
+    """Record of one rank.
 
     Attributes:
-        events: launches, messages among them, and waits of the host, in their order; what `benchmarks.proof.recording`
-            adds where it records too.
+        events: launches, messages and waits of the host, in order, and those that `benchmarks.proof.recording` adds if
+        it
+            records, too.
         syncs: waits of the host.
-        mixtures: operators that were given tensors of several devices.
+        mixtures: operators whose tensors were on several devices.
         held: bytes on the device now, by cause.
         total: bytes on the device now.
         resting: bytes before the step.
         peak: bytes at the peak.
-        at_peak: these by cause.
-        allocated: bytes that were handed out, by cause.
+        at_peak: bytes at the peak, by cause.
+        allocated: bytes allocated so far, by cause.
     """
 
     events: list[Any] = field(default_factory=list)
@@ -120,7 +121,7 @@ class Record:
 
     @property
     def operations(self) -> list[Operation]:
-        """Launches, in their order."""
+        """Launches, in order."""
         return [event for event in self.events if isinstance(event, Operation)]
 
 
@@ -132,11 +133,11 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         record: of this rank.
-        cause: of what is launched now.
+        cause: of the current launches.
         layer: decoder layer that runs.
         backward: whether a backward runs.
         in_step: whether the optimizer runs.
-        replies: what the ranks say in the next all_gather of integers of this shape.
+        replies: the ranks' answers in the next all_gather of integers of this shape.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -149,7 +150,7 @@ class Recorder(TorchDispatchMode):
         self.replies: list[Tensor] | None = None
 
     def __enter__(self) -> Recorder:
-        """Fake tensors read all their numbers at once from here on, as those of CUDA do, and not one by one."""
+        """Start recording; from here on fake tensors read all their numbers at once, like CUDA tensors."""
         self._former_tolist = FakeTensor.tolist
         FakeTensor.tolist = lambda tensor: self._list(tensor)
         super().__enter__()
@@ -167,7 +168,7 @@ class Recorder(TorchDispatchMode):
             return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist() if shadow is None else shadow.tolist()
 
     def begin_step(self) -> None:
-        """Forget what was done so far, but not what is held."""
+        """Clear the record, except the bytes on the device."""
         record = self.record
         record.events.clear()
         record.syncs.clear()
@@ -176,7 +177,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def inside(self, cause: str) -> Iterator[None]:
-        """Name the cause of what is launched inside."""
+        """Set the cause of the launches inside."""
         before, self.cause = self.cause, cause
         try:
             yield
@@ -184,13 +185,13 @@ class Recorder(TorchDispatchMode):
             self.cause = before
 
     def keep(self, tensors: Iterator[Tensor] | list[Tensor], cause: str) -> None:
-        """Count tensors that were made before, or name what holds them."""
+        """Count tensors that were made before the recording, or set their cause."""
         for tensor in tensors:
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == DEVICE_TYPE:
                 self._hold(tensor, cause)
 
     def numbers(self, tensor: Tensor) -> Tensor | None:
-        """The shadow of a tensor; None of one whose data was exchanged since, as ZeRO-3 does with its parameters'."""
+        """Return the shadow of a tensor; None if its data were exchanged since, as ZeRO-3 does with parameters."""
         shadow: Tensor | None = self._shadows.get(tensor)
         return shadow if shadow is not None and shadow.shape == tensor.shape else None
 
@@ -235,6 +236,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run an operator that reads a number from the device, and record the sync."""
         self._note_sync(name)
         shadow = self.numbers(args[0])
         if shadow is not None:
@@ -245,15 +247,16 @@ class Recorder(TorchDispatchMode):
         return 0.0 if args[0].dtype.is_floating_point else 0
 
     def _to_device(self, source: Tensor, kwargs: Any, name: str) -> Tensor:
+        """Run a copy from the host, and record a sync unless it is asynchronous."""
         is_quick = kwargs.get("non_blocking", False) and source in self._pinned
         self._note_sync(name, unless=is_quick or not source.numel())
         dtype = kwargs.get("dtype") or source.dtype
-        made = torch.empty(source.shape, dtype=dtype, device=kwargs["device"])
-        self._after(name, (source,), made, Work())
+        result = torch.empty(source.shape, dtype=dtype, device=kwargs["device"])
+        self._record_launch(name, (source,), result, Work())
         with unset_fake_temporarily():
             if source.numel() <= (_MOST_FLOATS if dtype.is_floating_point else _MOST_SHADOWED):
-                self._shadows[made] = source.detach().to(dtype)
-        return made
+                self._shadows[result] = source.detach().to(dtype)
+        return result
 
     def _to_host(self, source: Tensor, kwargs: Any, name: str) -> Tensor:
         self._note_sync(name)
@@ -262,6 +265,7 @@ class Recorder(TorchDispatchMode):
             return torch.zeros(source.shape, dtype=dtype) if shadow is None else shadow.to(dtype)
 
     def _on_device(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run an operator on the device, and record it."""
         if any(not isinstance(x, FakeTensor) for x in tensors):
             to_fake = lambda x: x if isinstance(x, FakeTensor) else self._mode.from_tensor(x)  # noqa: E731
             fake_args, fake_kwargs = tree_map_only(Tensor, to_fake, (args, kwargs))
@@ -272,10 +276,10 @@ class Recorder(TorchDispatchMode):
             self._note_sync(name)
             if shadows is None:
                 raise RuntimeError(f"{name} of numbers that are not known, at {_place()}")
-            made = tree_map_only(Tensor, lambda x: torch.empty_like(x, device=tensors[0].device), shadows)
+            result = tree_map_only(Tensor, lambda x: torch.empty_like(x, device=tensors[0].device), shadows)
         else:
             try:
-                made = func(*fake_args, **fake_kwargs)
+                result = func(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 self._note_sync(name)
                 raise
@@ -283,21 +287,22 @@ class Recorder(TorchDispatchMode):
                 if "device" in str(error).lower():
                     self.record.mixtures.append(f"{name} at {_place()}: {str(error)[:200]}")
                 raise
-        flops = self._flops(func, name, args, kwargs, made)
-        self._after(name, tensors, made, work_of(name, flops, tensors, args), func)
-        self._keep_shadows(name, made, shadows, tensors, func)
-        return made
+        flops = self._flops(func, name, args, kwargs, result)
+        self._record_launch(name, tensors, result, work_of(name, flops, tensors, args), func)
+        self._keep_shadows(name, result, shadows, tensors, func)
+        return result
 
-    def _flops(self, func: Any, name: str, args: Any, kwargs: Any, made: Any) -> int:
-        """Operations of a matrix product, or of an attention kernel on the pairs that its window leaves."""
+    def _flops(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+        """Return the FLOPs of a matmul, or of an attention kernel over the pairs inside its window."""
         if name in _FLASH:
             per_pair, first = _FLASH[name]
             q, k, bounds_q, bounds_k = args[first], args[first + 1], *args[first + 3 + (first > 0) * 2 :][:2]
             return per_pair * q.shape[-1] * q.shape[-2] * self._pairs(q, k, (bounds_q, bounds_k), kwargs)
         count = flop_registry.get(func._overloadpacket)
-        return 0 if count is None else int(count(*args, **kwargs, out_val=made))
+        return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
     def _pairs(self, q: Tensor, k: Tensor, bounds: tuple[Tensor | None, Tensor | None], kwargs: Any) -> int:
+        """Return the visible pairs of an attention kernel."""
         left, right = kwargs.get("window_size_left"), kwargs.get("window_size_right")
         if bounds[0] is None or bounds[1] is None:
             return q.shape[0] * _visible_pairs(q.shape[1], k.shape[1], left, right)
@@ -307,25 +312,26 @@ class Recorder(TorchDispatchMode):
         return sum(_visible_pairs(of_q, of_k, left, right) for of_q, of_k in zip(*sizes, strict=True))
 
     def _shadow_run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        known = [x if not isinstance(x, FakeTensor) else self.numbers(x) for x in tensors]
-        if any(x is None for x in known) or func.namespace == "c10d":
+        """Run an operator on the shadows of its tensors, if all have one."""
+        shadows = [x if not isinstance(x, FakeTensor) else self.numbers(x) for x in tensors]
+        if any(x is None for x in shadows) or func.namespace == "c10d":
             return None
         if not tensors and (kwargs.get("dtype") is not None and kwargs["dtype"].is_floating_point):
             return None
         if not tensors and _size_of_factory(args) > _MOST_SHADOWED:
             return None
-        numbers = iter(known)
+        numbers = iter(shadows)
         own_args, own_kwargs = tree_map_only(Tensor, lambda x: next(numbers), (args, kwargs))
         if "device" in own_kwargs:
             own_kwargs = {**own_kwargs, "device": torch.device("cpu")}
         with unset_fake_temporarily():
             return func(*own_args, **own_kwargs)
 
-    def _keep_shadows(self, name: str, made: Any, shadows: Any, tensors: list[Tensor], func: Any) -> None:
+    def _keep_shadows(self, name: str, result: Any, shadows: Any, tensors: list[Tensor], func: Any) -> None:
         if func.namespace == "c10d":
             self._hear(name, tensors)
             return
-        outputs = [x for x in tree_flatten(made)[0] if isinstance(x, Tensor)]
+        outputs = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
         if shadows is None:
             if func._schema.is_mutable:
                 for x in outputs:
@@ -336,15 +342,15 @@ class Recorder(TorchDispatchMode):
                 self._shadows[x] = numbers
 
     def _hear(self, name: str, tensors: list[Tensor]) -> None:
-        """Numbers that other ranks send: `replies` where there are some, else what this rank sends."""
+        """Set the numbers that other ranks send: from `replies` if there are any, otherwise this rank's own."""
         if not name.startswith(("allgather", "_allgather")):
             return
-        *parts, own = tensors
-        numbers = self.numbers(own)
+        *parts, local_tensor = tensors
+        numbers = self.numbers(local_tensor)
         if numbers is None:
             return
         replies = None
-        if self.replies and self.replies[0].shape == own.shape:
+        if self.replies and self.replies[0].shape == local_tensor.shape:
             replies, self.replies = self.replies, None
         with unset_fake_temporarily():
             if len(parts) == 1:  # into one tensor
@@ -355,16 +361,16 @@ class Recorder(TorchDispatchMode):
                     self._write(part, replies[i] if replies else numbers)
 
     def _write(self, tensor: Tensor, numbers: Tensor) -> None:
-        """Write numbers where a tensor, or what it is a view of, has its own."""
+        """Write numbers to the shadow of a tensor, or of the tensor that it is a view of."""
         shadow = self.numbers(tensor)
         if shadow is None:
             self._shadows[tensor] = numbers.view(tensor.shape).clone()
         else:
             shadow.copy_(numbers.view(shadow.shape))
 
-    def _after(self, name: str, inputs: Any, made: Any, work: Work, func: Any = None) -> None:
-        """Count a launch, and what it has made."""
-        outputs = [x for x in tree_flatten(made)[0] if isinstance(x, FakeTensor)]
+    def _record_launch(self, name: str, inputs: Any, result: Any, work: Work, func: Any = None) -> None:
+        """Count a launch and its outputs."""
+        outputs = [x for x in tree_flatten(result)[0] if isinstance(x, FakeTensor)]
         of_inputs = _storages(inputs)
         if func is _aten.add.Tensor and _is_sum_of_engine(inputs):
             self._replace(inputs[0], outputs[0])
@@ -374,11 +380,14 @@ class Recorder(TorchDispatchMode):
         is_message = func is not None and func.namespace == "c10d"
         if not is_message and not is_launched(func, name, inputs, outputs):
             return
-        moved = moved_bytes(name, [x for x in inputs if isinstance(x, Tensor)], outputs)
+        num_moved_bytes = moved_bytes(name, [x for x in inputs if isinstance(x, Tensor)], outputs)
         work = work._replace(kind=MESSAGE) if is_message else work
-        self.record.events.append(Operation(name, self.cause, self.backward, work.kind, work.flops, moved, *work[2:]))
+        self.record.events.append(
+            Operation(name, self.cause, self.backward, work.kind, work.flops, num_moved_bytes, *work[2:])
+        )
 
     def _hold(self, tensor: Tensor, cause: str | None) -> None:
+        """Count the bytes of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         key, record = storage._cdata, self.record
         if key in self._sizes:
@@ -401,7 +410,7 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._free, key)
 
     def _replace(self, taken: Tensor, by: Tensor) -> None:
-        """Let a tensor take the place of another, which is used no more."""
+        """Let a tensor take the place of another one that is no longer used."""
         key, storage = taken.untyped_storage()._cdata, by.untyped_storage()
         if key in self._sizes:
             self._sizes[storage._cdata] = self._sizes.pop(key)
@@ -418,7 +427,7 @@ class Recorder(TorchDispatchMode):
         if not unless:
             phase = "step" if self.in_step else "backward" if self.backward else "forward"
             self.record.syncs.append(Sync(name, _place(), self.layer, phase))
-            self.record.events.append(played.Sync())
+            self.record.events.append(replay.Sync())
 
 
 class RecordingClock(Clock):
@@ -433,23 +442,23 @@ class RecordingClock(Clock):
 
 
 def is_launched(func: Any, name: str, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> bool:
-    """Whether an operator computes anything: a view does not, nor what makes a tensor without numbers.
+    """Return whether an operator launches a kernel: views, and tensors without numbers, do not.
 
     Args:
         func: the operator; None for a copy from the host.
         name: of the operator.
         inputs: its tensors, and other arguments.
-        outputs: what it returns.
+        outputs: its results.
     """
     if name in _NO_LAUNCH or not any(x.numel() for x in outputs):
         return False
-    given = _storages(inputs)
-    is_new = any(x.untyped_storage()._cdata not in given for x in outputs)
+    input_storages = _storages(inputs)
+    is_new = any(x.untyped_storage()._cdata not in input_storages for x in outputs)
     return func is None or is_new or bool(func._schema.is_mutable)
 
 
 def _is_sum_of_engine(inputs: Sequence[Any]) -> bool:
-    """Whether an addition is autograd's of two gradients, which it adds up in place, but not where tensors are fake."""
+    """Return whether an addition is autograd's sum of two gradients, which is in place unless tensors are fake."""
     first, frame = inputs[0], sys._getframe(1)
     if not isinstance(first, FakeTensor):
         return False
@@ -464,7 +473,7 @@ def _storages(values: Sequence[Any]) -> set[int]:
 
 
 def moved_bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Bytes that an operator reads and writes: all of its tensors, but of tables what it looks up or changes."""
+    """Return the bytes that an operator reads and writes: all of its tensors, but only the used rows of tables."""
     if name in _GATHERS:
         return 2 * sum(map(_bytes, outputs)) + sum(map(_bytes, inputs[1:]))
     if name in _SCATTERS:
@@ -474,7 +483,7 @@ def moved_bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
 
 
 def work_of(name: str, flops: int, tensors: Sequence[Tensor], args: Any) -> Work:
-    """Work of an operator, by its name, operations and tensors."""
+    """Return the work of an operator from its name, FLOPs and tensors."""
     if not flops:
         return Work()
     if name in _FLASH:
@@ -489,14 +498,14 @@ def work_of(name: str, flops: int, tensors: Sequence[Tensor], args: Any) -> Work
 
 
 def _visible_pairs(queries: int, keys: int, left: int | None, right: int | None) -> int:
-    """Pairs that a window of flash-attention leaves; query i stands at key i + keys - queries."""
+    """Return the pairs inside a window of flash-attention; query i is at key i + keys - queries."""
     lo = keys - queries - (keys + queries if left is None or left < 0 else left)
     hi = keys - queries + (keys + queries if right is None or right < 0 else right)
     return Band(max(lo, -queries), min(hi, keys)).pairs(queries, keys)
 
 
 def _size_of_factory(args: Any) -> int:
-    """Elements that ``full(size, ...)`` or ``arange(stop)`` makes, or more."""
+    """Return at least the number of elements that ``full(size, ...)`` or ``arange(stop)`` makes."""
     if args and isinstance(args[0], list | tuple):
         return prod(args[0])
     return max((int(x) for x in args if isinstance(x, int | float)), default=0)
@@ -507,11 +516,11 @@ def _bytes(x: Tensor) -> int:
 
 
 def _place() -> str:
-    """Innermost line of code that is neither torch's nor this package's."""
+    """Return the innermost line of code outside of torch and of this package."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not any(part in file for part in _OWN_FILES):
+        if not any(part in file for part in _SKIPPED_FILES):
             short = file.split("site-packages/")[-1].split("/ds_hetero/")[-1]
             return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back

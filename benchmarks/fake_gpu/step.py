@@ -1,4 +1,4 @@
-"""One rank's training step on a GPU that does not exist: the engine's and DeepSpeed's real modules, at real size."""
+"""Run one rank's training step on a GPU that does not exist, by the real modules of the engine and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.proof.recording import recording
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.data.shards import PlacedBatch, model_inputs, place, read_batch
-from ds_hetero.runtime.model_switches import what_is_trained
+from ds_hetero.runtime.model_switches import checksum_of_trained
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -37,18 +37,19 @@ _PARTS = {"embed": "embedding", "norm": "norm", "mlp": "mlp", "attn": "attention
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, a schedule and how it is trained.
+    """A model, a schedule and the settings of training.
 
     Args:
         name: for people.
         config: the model's config.json.
         schedule: of all ranks.
         length: tokens of a sequence.
-        documents: lengths of those packed in it; none for one.
-        images: that stand before the text.
+        documents: lengths of the packed documents; empty for one document.
+        images: number before the text.
         zero_stage: 0 to 3.
-        checkpointing: recompute every layer.
+        checkpointing: whether every layer is recomputed.
         tile_tokens: as ``"tile_tokens"`` of the section.
+        keep_attention: as ``"keep_attention"`` of the section.
     """
 
     name: str
@@ -60,29 +61,30 @@ class Job:
     zero_stage: int = 3
     checkpointing: bool = True
     tile_tokens: int | None = None
+    keep_attention: bool = False
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.schedule.sp_size
 
 
 @lru_cache(maxsize=1)
 def the_mode() -> FakeTensorMode:
-    """The fake mode of this process."""
+    """Return the fake mode of this process."""
     return fake_mode()
 
 
 def run_step(job: Job, rank: int, messages: bool = False) -> Record:
-    """Train two or three optimizer steps on one rank and record the last; once in a process, whose rank it then is.
+    """Train two or three optimizer steps on one rank and record the last; once per process, which then is this rank.
 
     Args:
-        job: what is trained.
-        rank: whose step it is.
-        messages: record what it posts and waits for too, with the ranks that take part.
+        job: to train.
+        rank: whose step is recorded.
+        messages: also record the messages and waits of the rank, with the ranks that take part.
 
     Raises:
-        RuntimeError: an operator was given tensors of several devices; the record has it too.
+        RuntimeError: the tensors of an operator were on several devices; the record has it, too.
     """
     use_device()
     with rank_of(rank, job.world_size), alone():
@@ -94,6 +96,7 @@ def run_step(job: Job, rank: int, messages: bool = False) -> Record:
 
 
 def _train(job: Job, rank: int, recorder: Recorder) -> None:
+    """Train the steps under the recorder."""
     engine, handle = _engine_of(job, recorder)
     placed = placed_batch(job)
     shard = model_inputs(placed.shard(rank), device())
@@ -118,7 +121,7 @@ def _train(job: Job, rank: int, recorder: Recorder) -> None:
 
 
 def placed_batch(job: Job) -> PlacedBatch:
-    """The batch and its placement."""
+    """Return the batch and its placement."""
     ids = torch.zeros(1, job.length, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if job.documents:
@@ -130,7 +133,7 @@ def placed_batch(job: Job) -> PlacedBatch:
 
 
 def header_of(placed: PlacedBatch, rank: int, model: nn.Module) -> Tensor:
-    """What a rank says of its shard in `ds_hetero.runtime.attention.local_batch`, in a forward of training."""
+    """Return a rank's header of its shard in `ds_hetero.runtime.attention.local_batch`, in a forward of training."""
     shard = placed.shard(rank)
     local = LocalBatch(
         batch_size=1,
@@ -138,7 +141,7 @@ def header_of(placed: PlacedBatch, rank: int, model: nn.Module) -> Tensor:
         dtype=DTYPE,
         position_ids=shard["position_ids"],
         placement=placed.placement,
-        trained=what_is_trained(pretrained_of(model).parameters()),
+        trained=checksum_of_trained(pretrained_of(model).parameters()),
     )
     return local.header(torch.device("cpu"))
 
@@ -152,7 +155,7 @@ def _engine_of(job: Job, recorder: Recorder) -> tuple[Any, Any]:
 
 
 def engine_of(job: Job, where: torch.device, fill: Callable[[nn.Module], None] | None = None) -> tuple[Any, Any]:
-    """DeepSpeed's engine of this rank with the model on a device, and our handle; ``fill`` writes its weights."""
+    """Return DeepSpeed's engine of this rank with the model on a device, and our handle; ``fill`` writes weights."""
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.initialization import no_init_weights
@@ -164,6 +167,8 @@ def engine_of(job: Job, where: torch.device, fill: Callable[[nn.Module], None] |
     section: dict[str, Any] = {"schedule": job.schedule.to_dict(), "verify": "off"}
     if job.tile_tokens is not None:
         section["tile_tokens"] = job.tile_tokens
+    if job.keep_attention:
+        section["keep_attention"] = True
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": job.zero_stage},
@@ -195,7 +200,7 @@ def _sharded_models(engine: Any, recorder: Recorder) -> None:
 
 
 def _watch_layers(model: nn.Module, recorder: Recorder) -> None:
-    """Let the recorder know which decoder layer runs, forward and backward, and which part of it."""
+    """Tell the recorder which decoder layer runs, forward and backward, and which part of it."""
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(_enters(recorder, number), prepend=True)
@@ -229,6 +234,7 @@ def _leaves(recorder: Recorder, number: int) -> Callable[..., None]:
 
 
 def _name_part(module: nn.Module, cause: str, recorder: Recorder) -> None:
+    """Set the cause of launches while a part of a layer runs."""
     before: list[str] = []
 
     def enter(*_: Any) -> None:
@@ -243,12 +249,12 @@ def _name_part(module: nn.Module, cause: str, recorder: Recorder) -> None:
 
 
 def use_device() -> None:
-    """Let DeepSpeed take the device for its accelerator."""
+    """Make the device DeepSpeed's accelerator."""
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     class Accelerator(CPU_Accelerator):  # type: ignore[misc]
-        """The device as DeepSpeed asks for it."""
+        """The device in the form of DeepSpeed's accelerators."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -283,7 +289,7 @@ def use_device() -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Let the start wait for no other rank and decide what rank 0 decides; put everything back."""
+    """Let the start of a job wait for no other rank and decide as rank 0; undo it at the end."""
     from deepspeed.runtime.zero import utils as zero_utils
 
     from ds_hetero.engine import registered_ranks

@@ -1,1 +1,1 @@
-"""Jobs of a few ranks, each with one fault planted in it; see `benchmarks.faults.__main__`."""
+"""Run jobs of a few ranks with one fault planted in each; see `benchmarks.faults.__main__`."""

@@ -1,24 +1,24 @@
-"""Faults in training jobs: do all ranks end, soon, naming the rank that caused it, and does the last checkpoint load?
+"""Plant faults in training jobs: do all ranks end, soon, and name the rank at fault, and does the last checkpoint load?
 
     python -m benchmarks.faults                          # every job, some 30 minutes
     python -m benchmarks.faults --quick                  # one per phase and fault
     python -m benchmarks.faults --only "kill.*backward"  # those whose name matches
-    python -m benchmarks.faults --only torchrun          # those that torchrun starts again
-    python -m benchmarks.faults --only " and |of one rank"  # collectives that never meet
+    python -m benchmarks.faults --only torchrun          # those that torchrun restarts
+    python -m benchmarks.faults --only " and |of one rank"  # collectives that never match
     python -m benchmarks.faults --strict --jobs 100      # 100 of them, evenly spaced, on ranks that wait as on NCCL
 
-Tiny Llamas train on uneven schedules, ZeRO 0 to 3, on 2 and 4 ranks, in a loop of one's own and under the HF Trainer.
-One fault strikes one rank of each job: in start, data, forward, backward, step, save, look; or the rank differs from
-the others in its configuration, or decides something alone; or half of the ranks call one collective, half another.
-Nobody ends the survivors: no launcher, no time limit of the process group but where a rank stops for good. Then fresh
-ranks go on from the last checkpoint, and their losses are compared with those before the fault. Some jobs run under
-torchrun's agent, which starts them again, up to twice: losses are compared with those of the same job undisturbed.
+Tiny Llamas train on uneven schedules, ZeRO 0 to 3, on 2 and 4 ranks, in a custom loop and under the HF Trainer. One
+fault strikes one rank of each job: in start, data, forward, backward, step, save or look; or the rank's configuration
+differs, or it decides something alone; or half of the ranks call one collective and half another. Nothing outside ends
+the survivors: there is no launcher, and no time limit of the process group except for ranks that stop for good. Then
+new ranks continue from the last checkpoint, and their losses are compared with those before the fault. Some jobs run
+under torchrun's agent, which restarts them, up to twice: their losses are compared with the same job without a fault.
 
-With --strict calls return at once, hosts connect and wait as those of NCCL do, and nothing tells of a peer that is gone
-(`tests.strict_group`, `tests.strict_device`): what is seen there is seen by what ranks have posted.
+With --strict calls return at once, hosts connect and wait like those of NCCL, and the backend does not report a peer
+that is gone (`tests.strict_group`, `tests.strict_device`): ranks find it by the calls that were posted.
 
 The exit code is 1 if a job hung, a message named a wrong rank or none, a rank's output ended with the raw text of a
-backend, or a checkpoint did not load or a restarted job not resume.
+backend, a checkpoint did not load, or a restarted job did not resume.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+")  # of an absolute path
 
 
 def main() -> int:
-    """Run the jobs, print the table; 1 if anything was wrong."""
+    """Run the jobs and print the table; return 1 if a job ended badly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one job per phase and per fault")
     parser.add_argument("--only", metavar="PATTERN", help="jobs whose name this regular expression is found in")
@@ -90,7 +90,7 @@ def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None, strict: boo
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
-    """Plain data, without the folders of this machine."""
+    """Return plain data, without folders of this machine."""
     seconds = None if verdict.seconds is None else round(verdict.seconds, 2)
     last_words = [] if verdict.is_good else [_FOLDERS.sub("", word) for word in verdict.last_words]
     problems = [_FOLDERS.sub("", problem) for problem in verdict.problems]

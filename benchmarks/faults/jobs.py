@@ -1,4 +1,4 @@
-"""The jobs: which fault strikes which rank in which phase, under which ZeRO stage, number of ranks and loop."""
+"""The jobs: which fault strikes which rank in which phase, with which ZeRO stage, number of ranks and loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PAUSE, STOP = "pause", "stop for good"
 NOT_REGISTERED = "no register()"
 FULL, READ_ONLY = "disk full", "read-only"
 
-_START_OF_SEQUENCES = ("model", "agreement", "describe", "cache", "profile", "links", "plan")
-_START_OF_PIPELINES = ("model", "agreement", "build")
-START = (*_START_OF_SEQUENCES, "build")
+_SEQUENCE_START_PHASES = ("model", "agreement", "describe", "cache", "profile", "links", "plan")
+_PIPELINE_START_PHASES = ("model", "agreement", "build")
+START = (*_SEQUENCE_START_PHASES, "build")
 TRAINING = ("data set", "collator", "forward", "backward", "step", "between steps", "look", "save")
 LOCAL = ("continue", "break", "caught exception", "stop of one rank")
 """What one rank decides alone and the others do not learn of."""
@@ -48,19 +48,15 @@ _STAGES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run and the fault in it.
+    """One training run and its fault.
 
     Args:
-        fault: what happens.
-        phase: what the victim does at that moment.
-        stage: of ZeRO.
-        ranks: of the job.
-        loop: "loop" for a loop of one's own, or "Trainer".
-        victim: the rank that the fault strikes.
-        store: who hosts torch's key-value store: "rank 0", as under DeepSpeed's launcher, or "launcher", as torchrun;
-            or one of `TORCHRUN`, which does, and starts the job again.
-        weighted: whether ZeRO's shares are unequal.
-        pipelines: whether the model is cut into stages of pipelines, and not over the sequence.
+        fault: kind of the fault. phase: what the victim does at that moment. stage: of ZeRO. ranks: number of ranks.
+        loop: "loop" for a custom loop, or "Trainer". victim: rank that the fault strikes. store: process with torch's
+        key-value store: "rank 0", as under DeepSpeed's launcher; "launcher", as under torchrun;
+            or one of `TORCHRUN`, which has the store and restarts the job.
+        weighted: whether ZeRO's shards are unequal.
+        pipelines: whether the model is divided into stages of pipelines instead of over the sequence.
         strikes: how often the fault strikes, once per start of the job.
     """
 
@@ -77,12 +73,12 @@ class Job:
 
     @property
     def is_restarted(self) -> bool:
-        """Whether torchrun starts the job again after a fault."""
+        """Whether torchrun restarts the job after a fault."""
         return self.store in TORCHRUN
 
     @property
     def takes_timeout(self) -> bool:
-        """Whether the others can learn of the fault only by waiting until the process group's timeout.
+        """Whether the others can notice the fault only by the process group's timeout.
 
         Before deepspeed.initialize no rank knows of the others.
         """
@@ -90,12 +86,12 @@ class Job:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the victim keeps the store by which the others learn of it."""
+        """Whether the victim keeps the store by which the others would learn of the fault."""
         return self.store == "rank 0" and self.victim == 0
 
     @property
     def name(self) -> str:
-        """In one line, for ``--only`` and the progress bar."""
+        """Name in one line, for ``--only`` and the progress bar."""
         zero = f"ZeRO-{self.stage}{' weighted' if self.weighted else ''}"
         loop = f"{self.loop}{' with pipelines' if self.pipelines else ''}"
         rank = f"rank {self.victim} of {self.ranks}"
@@ -104,7 +100,7 @@ class Job:
 
 
 def all_jobs() -> list[Job]:
-    """Every fault in every phase that it can strike, over all stages, turn by turn under the other circumstances."""
+    """Return every fault in every phase that it can strike, over all stages; other circumstances take turns."""
     jobs = [_job(number, *case) for number, case in enumerate(_cases())]
     jobs += [_job_of_pipelines(number, *case) for number, case in enumerate(_cases_of_pipelines())]
     jobs += [_job_without_store(number, phase) for number, phase in enumerate(_PHASES_WITHOUT_STORE)]
@@ -113,17 +109,17 @@ def all_jobs() -> list[Job]:
 
 
 def quick_jobs() -> list[Job]:
-    """One job per phase and per kind of fault, as few as that takes; one per phase of pipelines."""
-    seen: set[str] = set()
+    """Return one job per phase and per kind of fault, as few as possible; and one per phase of pipelines."""
+    seen_features: set[str] = set()
     chosen = []
     for rounds in (lambda job: {job.phase, job.fault}, lambda job: {job.fault}, lambda job: {job.phase}):
         for job in all_jobs():
             if job.is_restarted:
                 continue
-            news = rounds(job) - seen
+            news = rounds(job) - seen_features
             if len(news) == len(rounds(job)):
                 chosen.append(job)
-                seen |= news
+                seen_features |= news
     of_pipelines = {job.phase: job for job in reversed(all_jobs()) if job.pipelines and job.fault not in LOCAL}
     without_store = [job for job in all_jobs() if job.keeps_store and job.fault == STOP and job.phase == "step"]
     restarted = [job for job in all_jobs() if job.is_restarted and job.strikes > 1][:1]
@@ -140,7 +136,7 @@ _RESTARTED = (
 
 
 def _foreign_cases() -> Iterator[tuple[str, int, int]]:
-    """Fault, stage and number of ranks."""
+    """Yield fault, stage and number of ranks of unmatched collectives."""
     for number, fault in enumerate(FOREIGN):
         if fault == GENERATE:
             yield fault, 3, 2
@@ -151,7 +147,7 @@ def _foreign_cases() -> Iterator[tuple[str, int, int]]:
 
 
 def _cases() -> Iterator[tuple[str, str, int]]:
-    """Fault, phase and stage."""
+    """Yield fault, phase and stage."""
     for phase in TRAINING:
         for stage in range(_STAGES):
             yield KILL, phase, stage
@@ -161,7 +157,7 @@ def _cases() -> Iterator[tuple[str, str, int]]:
             yield TERMINATE, phase, stage
             yield PAUSE, phase, stage + 1 & 3
         yield STOP, phase, 2
-    for phase in _START_OF_SEQUENCES:
+    for phase in _SEQUENCE_START_PHASES:
         for fault, stage in ((KILL, 1), (EXCEPTION, 2), (KILL, 3), (TERMINATE, 0), (PAUSE, 1), (STOP, 3)):
             yield fault, phase, stage
     for stage in range(_STAGES):
@@ -176,9 +172,9 @@ def _cases() -> Iterator[tuple[str, str, int]]:
 
 
 def _cases_of_pipelines() -> Iterator[tuple[str, str, int]]:
-    """Fault, phase and stage."""
+    """Yield fault, phase and stage of jobs with pipelines."""
     rarely = (TERMINATE, PAUSE, STOP)
-    for number, phase in enumerate((*_START_OF_PIPELINES, *TRAINING)):
+    for number, phase in enumerate((*_PIPELINE_START_PHASES, *TRAINING)):
         if phase != "look":
             yield KILL, phase, number % 3
             yield EXCEPTION, phase, (number + 1) % 3
@@ -191,7 +187,7 @@ def _cases_of_pipelines() -> Iterator[tuple[str, str, int]]:
 
 
 def _job(number: int, fault: str, phase: str, stage: int) -> Job:
-    """A case under circumstances that change with its number."""
+    """Return the job of a case; its circumstances depend on its number."""
     ranks = 4 if number % 3 == 2 else 2
     loop = "Trainer" if number % 5 in (1, 3) else "loop"
     if fault in LOCAL:
@@ -213,7 +209,7 @@ def _job(number: int, fault: str, phase: str, stage: int) -> Job:
 
 
 def _job_of_pipelines(number: int, fault: str, phase: str, stage: int) -> Job:
-    """A case under circumstances that change with its number."""
+    """Return the job of a case with pipelines; its circumstances depend on its number."""
     ranks = 2 if number % 3 == 2 else 4
     loop = "Trainer" if number % 4 == 3 else "loop"
     if fault in LOCAL:
@@ -232,7 +228,7 @@ def _job_of_pipelines(number: int, fault: str, phase: str, stage: int) -> Job:
 
 
 def _job_without_store(number: int, phase: str) -> Job:
-    """Rank 0, which keeps the store, is stopped."""
+    """Return a job in which rank 0, which keeps the store, is stopped."""
     return Job(
         fault=STOP,
         phase=phase,
@@ -246,7 +242,7 @@ def _job_without_store(number: int, phase: str) -> Job:
 
 
 def _job_of_foreign_collectives(number: int, fault: str, stage: int, ranks: int) -> Job:
-    """A case under circumstances that change with its number."""
+    """Return a job with unmatched collectives; its circumstances depend on its number."""
     return Job(
         fault=fault,
         phase="between steps",
@@ -260,7 +256,7 @@ def _job_of_foreign_collectives(number: int, fault: str, stage: int, ranks: int)
 
 
 def _restarted_job(number: int, phase: str, strikes: int) -> Job:
-    """A case under circumstances that change with its number."""
+    """Return a job that torchrun restarts; its circumstances depend on its number."""
     only_rank_0 = phase in _ONLY_RANK_0 or (phase == "save" and number % _STAGES == 0)
     return Job(
         fault=EXCEPTION if number % 3 == 2 else KILL,

@@ -1,7 +1,7 @@
-"""Faults from the outside: the product's code runs as it is, and one rank is struck in one phase.
+"""Plant faults from the outside: the product's code is unchanged, and one rank is struck in one phase.
 
-A fault lies in what users bring (data set, collator, layers, optimizer, loop) or in front of a function of the product
-that is named here. Before it happens its time is written down, from which the time to the end of the job counts.
+A fault is in the code that users bring (data set, collator, layers, optimizer, loop), or in front of a function of the
+product that is named here. Its time is written down before it happens; the time to the end of the job counts from it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Plant:
     """The fault of one job, on one of its ranks.
 
     Args:
-        job: what is to happen.
+        job: with its fault.
         rank: of this process.
         folder: of the job; the time of the fault is written into it.
 
     Attributes:
-        step: the optimizer step that runs now, counted from 1; the training loop keeps it.
+        step: the optimizer step that runs now, counted from 1; set by the training loop.
     """
 
     def __init__(self, job: Job, rank: int, folder: Path) -> None:
@@ -60,12 +60,12 @@ class Plant:
         self._is_victim, self._struck = rank == job.victim and self._start < job.strikes, False
 
     def is_due(self, phase: str) -> bool:
-        """Whether the fault strikes this rank now, in ``phase``."""
+        """Return whether the fault strikes this rank now, in ``phase``."""
         in_time = phase in START or self.step == FAULT_STEP + self._start
         return self._is_victim and not self._struck and self._job.phase == phase and in_time
 
     def strike(self, phase: str) -> None:
-        """Do what the job's fault does to this rank, once, if it is due."""
+        """Strike this rank with the job's fault, once, if it is due."""
         if self.is_due(phase):
             self.note()
             _strike(self._job.fault)
@@ -78,12 +78,12 @@ class Plant:
         draft.rename(self._folder / FAULT_FILE)
 
     def in_functions(self) -> None:
-        """Put the fault in front of the phase's function of the product, if it has one."""
+        """Put the fault in front of the product's function of the phase, if there is one."""
         if self._is_victim and self._job.phase in _FUNCTIONS:
             module, _, path = _FUNCTIONS[self._job.phase].partition(":")
             *owners, name = path.split(".")
             owner = functools.reduce(getattr, owners, importlib.import_module(module))
-            setattr(owner, name, self._before(self._job.phase, getattr(owner, name)))
+            setattr(owner, name, self._struck_before(self._job.phase, getattr(owner, name)))
 
     def in_model(self, layers: Iterable[torch.nn.Module]) -> None:
         """Plant faults in forward and backward of layers, and in the step of any optimizer."""
@@ -99,7 +99,7 @@ class Plant:
         register_optimizer_step_pre_hook(lambda *_: self.strike("step"))  # the Trainer makes one of its own
 
     def in_saving(self) -> None:
-        """Plant faults in the writing of a checkpoint's files."""
+        """Plant faults in writing the files of a checkpoint."""
         torch.save = self._torn(torch.save)
 
     def before_saving(self) -> None:
@@ -108,7 +108,7 @@ class Plant:
             self.note()
             os.seteuid(_NOBODY)
 
-    def _before(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _struck_before(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def struck(*args: Any, **kwargs: Any) -> Any:
             self.strike(phase)
@@ -117,7 +117,7 @@ class Plant:
         return struck
 
     def _torn(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave half a file behind, or none where the disk is full."""
+        """Write half of a file, or nothing if the disk is full."""
 
         @functools.wraps(save)
         def torn(content: Any, file: Any, *args: Any, **kwargs: Any) -> Any:

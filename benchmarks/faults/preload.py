@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that a rank starts in a second; see `benchmarks.faults.world`."""
+"""Modules that the fork server imports once, so that a rank starts in a second; see `benchmarks.faults.world`."""
 
 from __future__ import annotations
 

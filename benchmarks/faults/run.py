@@ -1,4 +1,4 @@
-"""One job from its start to the verdict on its last checkpoint."""
+"""Run one job from its start to the verdict on its last checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LIMIT_S = 45.0
 
 
 def run_job(job: Job, folder: Path, limit_s: float = LIMIT_S, strict: bool = False) -> Verdict:
-    """Run one job and go on from its last checkpoint, if torchrun does not do that itself.
+    """Run one job, and continue from its last checkpoint, unless torchrun does so.
 
     Args:
-        job: what to run.
-        folder: empty, for its output and checkpoints.
+        job: to run.
+        folder: empty; for its output and checkpoints.
         limit_s: seconds after which it counts as a hang.
         strict: see `run_world`.
     """

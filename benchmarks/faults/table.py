@@ -1,4 +1,4 @@
-"""Tables of verdicts for people."""
+"""Print tables of verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLUMNS = ("fault", "phase", "ZeRO", "rank", "loop", "store on", "ended", "s", 
 
 
 def show(verdicts: Sequence[Verdict], seconds: float, console: Console) -> None:
-    """Print one row per job, the sums, and what was wrong."""
+    """Print one row per job, sums, and the problems."""
     table = Table(*_COLUMNS, title="faults in training jobs")
     for verdict in verdicts:
         job = verdict.job
@@ -41,6 +41,7 @@ def show(verdicts: Sequence[Verdict], seconds: float, console: Console) -> None:
 
 
 def _sums(verdicts: Sequence[Verdict], seconds: float) -> str:
+    """Return the line of sums."""
     took = sorted(verdict.seconds for verdict in verdicts if verdict.seconds is not None)
     restarted = sum(verdict.job.is_restarted for verdict in verdicts)
     resumed = sum(verdict.checkpoint == "resumed" for verdict in verdicts)

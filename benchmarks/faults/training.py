@@ -1,7 +1,7 @@
-"""What the ranks of a job run: a tiny Llama on an uneven schedule, in a loop of one's own or under the HF Trainer.
+"""The training of a job's ranks: a tiny Llama on an uneven schedule, in a custom loop or under the HF Trainer.
 
-Checkpoints are written after the first step and after that of the fault. Every rank writes down its losses, with which
-those of the training that goes on from the last checkpoint are compared.
+Checkpoints are written after the first step and after the step of the fault. Every rank writes its losses down; those
+of the training that continues from the last checkpoint are compared with them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _FOUR_RANKS = [  # rank 1 holds no token, rank 3 computes no head
 
 
 def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
-    """Train with the job's fault; or, with ``resume``, without it from the last checkpoint on.
+    """Train with the job's fault; or, with ``resume``, from the last checkpoint without it.
 
     Args:
         job: circumstances and fault.
         rank: of this process.
         folder: of the job.
-        resume: go on from the last checkpoint, and write the losses elsewhere.
+        resume: continue from the last checkpoint, and write the losses to another file.
     """
     import deepspeed
 
@@ -77,12 +77,12 @@ def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
 
 
 def checkpoints(folder: Path) -> Path:
-    """Where the checkpoints of a job lie."""
+    """Return the folder of a job's checkpoints."""
     return folder / "checkpoints"
 
 
 def last_checkpoint(job: Job, folder: Path) -> Path | None:
-    """The folder of the last finished checkpoint: what `latest` is in; None where nothing has been saved yet."""
+    """Return the folder of the last finished checkpoint, by the file ``latest``; None if there is none."""
     if job.loop == "loop":
         return checkpoints(folder) if (checkpoints(folder) / "latest").exists() else None
     finished = [path.parent for path in checkpoints(folder).glob("checkpoint-*/latest")]
@@ -90,7 +90,7 @@ def last_checkpoint(job: Job, folder: Path) -> Path | None:
 
 
 class _Record:
-    """The losses of a rank, one line per step, in a file of their own; and whether it goes on, and saves."""
+    """Records the losses of a rank, one line per step, in a file of its own."""
 
     def __init__(self, folder: Path, rank: int, resume: bool, saves: bool) -> None:
         self.folder, self.resume, self.saves = folder, resume, saves
@@ -102,19 +102,19 @@ class _Record:
 
 
 def losses_by_step(folder: Path, rank: int, resumed: bool) -> dict[int, float]:
-    """Records of a rank."""
+    """Return the losses of a rank by step."""
     return {step: loss for step, loss in recorded_losses(folder, rank, resumed) if loss is not None}
 
 
 def recorded_losses(folder: Path, rank: int, resumed: bool) -> list[tuple[int, float | None]]:
-    """Step and loss, one after another; before each further start of torchrun the last saved step, without a loss."""
+    """Return pairs of step and loss in order; a restart by torchrun begins with the last saved step and no loss."""
     path = folder / f"{'resumed' if resumed else 'losses'}{rank}"
     lines = path.read_text().splitlines() if path.exists() else []
     return [(step, loss) for step, loss in map(json.loads, lines)]
 
 
 class _Samples(Dataset[dict[str, Tensor]]):
-    """Random tokens; reading one may be where the fault strikes."""
+    """Random tokens; the fault may strike when a sample is read."""
 
     def __init__(self, plant: Plant, first: int = 0) -> None:
         self._plant, self._first = plant, first
@@ -139,6 +139,7 @@ def _collator(plant: Plant) -> Callable[[list[dict[str, Tensor]]], dict[str, Ten
 def _train_in_loop(
     job: Job, plant: Plant, record: _Record, handle: Any, model: Any, optimizer: Any, config: dict[str, Any]
 ) -> None:
+    """Train in a custom loop."""
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -178,7 +179,7 @@ def _train_in_loop(
 
 
 def _meet_never(job: Job, plant: Plant) -> None:
-    """Half of the ranks call the first collective of the job's fault, half the second."""
+    """Call the first collective of the job's fault on half of the ranks, the second one on the others."""
     ones, subgroup = torch.ones(4), dist.new_group(list(range(job.ranks)))
     collectives = {
         "all_reduce": lambda: dist.all_reduce(ones),
@@ -196,6 +197,7 @@ def _meet_never(job: Job, plant: Plant) -> None:
 def _train_by_trainer(
     job: Job, plant: Plant, record: _Record, handle: Any, model: Any, optimizer: Any, config: dict[str, Any]
 ) -> None:
+    """Train under the HF Trainer."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -277,7 +279,7 @@ def _schedule(ranks: int, stage: int) -> dict[str, Any]:
 
 
 def _pipelines(ranks: int) -> dict[str, Any]:
-    """A plan of two stages; on four ranks the first is split over the sequence, and another pipeline has one rank."""
+    """Return a plan of two stages; on four ranks the first is sequence-parallel, and a second pipeline has one rank."""
     sequence = {"groups": [{"ranks": [0, 1], "tokens": [3, 1], "heads": [4, 0]}]}
     schedule = {"version": 1, "num_heads": 4, "num_kv_heads": 2, "layout": "contiguous", **sequence}
     split = {"ranks": [0, 1], "layers": [0, 1], "inner": "sequence", "schedule": schedule}
@@ -290,6 +292,7 @@ def _pipelines(ranks: int) -> dict[str, Any]:
 
 
 def _ds_config(job: Job) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of a job."""
     plan = _pipelines(job.ranks) if job.pipelines else _schedule(job.ranks, job.stage)
     section: dict[str, Any] = {"schedule": plan}
     node = {"name": "host", "device": "CPU", "count": job.ranks, "link": _LINK}
@@ -336,7 +339,7 @@ _DIFFERENCES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def _probe_briefly() -> None:
-    """Profiles are not what is tried here: every probe takes one call."""
+    """Let every probe of the profiler make one call; profiles are not tested here."""
     from ds_hetero.profiler import measure
 
     timer = measure.Timer

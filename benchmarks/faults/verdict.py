@@ -1,4 +1,4 @@
-"""What became of a job: its end, whom the ranks name, their last words, and whether the last checkpoint loads."""
+"""Judge how a job ended: its end, the ranks that messages name, last words, and whether the last checkpoint loads."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _BACKEND = re.compile(
     re.IGNORECASE,
 )
 _LOG_LINE = re.compile(r"^\[?[WE]\d{4} |^terminate called|^\s*what\(\)|^(Aborted|Segmentation fault)")
-_OF_CPP = re.compile(r"\w\.(?:cc|cpp|h|hpp):\d+|\benforce fail\b|(?:closed|reset) by peer|what\(\):", re.IGNORECASE)
+_CPP_TEXT = re.compile(r"\w\.(?:cc|cpp|h|hpp):\d+|\benforce fail\b|(?:closed|reset) by peer|what\(\):", re.IGNORECASE)
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of torch's excepthook
-_CLOSE = 1e-5
+_RTOL_LOSS = 1e-5
 
 
 @dataclass
 class Verdict:
-    """What became of one job.
+    """Verdict on one job.
 
     Args:
-        job: which one.
-        seconds: from the fault to the end of the last rank, less what the fault itself takes; None if it hung
-            or went on.
-        named: "right", "wrong", "nobody", or "-" where there is nobody to name.
-        checkpoint: "loads", "none yet", "bad", or "-" where it was not tried; "resumed" by a job that torchrun has
-            started again.
-        problems: what is wrong, in sentences.
+        job: the job.
+        seconds: from the fault to the end of the last rank, minus the duration of the fault itself; None if it hung or
+            continued.
+        named: "right", "wrong", "nobody", or "-" if no rank is at fault.
+        checkpoint: "loads", "none yet", "bad", or "-" if it was not tried; "resumed" for a job that torchrun has
+            restarted.
+        problems: in sentences.
         last_words: of each rank.
     """
 
@@ -54,12 +54,12 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no problem."""
         return not self.problems
 
 
 def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
-    """Judge a job by how its ranks ended; its checkpoint apart, see `judge_checkpoint`."""
+    """Judge a job by the ends of its ranks, without its checkpoint; see `judge_checkpoint`."""
     verdict = Verdict(job, None, last_words=[last_word(end.output) for end in ends])
     stopped = {job.victim} if job.fault in ENDLESS else set()
     verdict.hung = [rank for rank, end in enumerate(ends) if end.exit_code is None and rank not in stopped]
@@ -82,12 +82,12 @@ def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
 
 
 def judge_checkpoint(verdict: Verdict, folder: Path, ends: Sequence[RankEnd] | None) -> None:
-    """Judge the training that went on from the last checkpoint.
+    """Judge the training that continued from the last checkpoint.
 
     Args:
-        verdict: of the job; completed here.
+        verdict: on the job; completed here.
         folder: of the job.
-        ends: of the ranks that went on; None where there was no checkpoint.
+        ends: of the ranks that continued; None if there was no checkpoint.
     """
     if ends is None:
         verdict.checkpoint = "none yet"
@@ -101,7 +101,7 @@ def judge_checkpoint(verdict: Verdict, folder: Path, ends: Sequence[RankEnd] | N
     before = {step: loss for rank in ranks for step, loss in losses_by_step(folder, rank, resumed=False).items()}
     after = {step: loss for rank in ranks for step, loss in losses_by_step(folder, rank, resumed=True).items()}
     off = {step: (before[step], after[step]) for step in before.keys() & after.keys()
-           if not isclose(before[step], after[step], rel_tol=_CLOSE)}  # fmt: skip
+           if not isclose(before[step], after[step], rel_tol=_RTOL_LOSS)}  # fmt: skip
     if off:
         verdict.problems.append(f"training goes on from the last checkpoint with other losses: {off}")
         return
@@ -109,10 +109,10 @@ def judge_checkpoint(verdict: Verdict, folder: Path, ends: Sequence[RankEnd] | N
 
 
 def judge_restarts(job: Job, folder: Path, ends: Sequence[RankEnd], undisturbed: Path) -> Verdict:
-    """Judge a job that torchrun starts again: it goes on from the last checkpoint, with the losses of one undisturbed.
+    """Judge a job that torchrun restarts: it must continue from the last checkpoint, with undisturbed losses.
 
     Args:
-        job: which one.
+        job: the job.
         folder: of the job.
         ends: of its ranks, in all of its starts.
         undisturbed: folder of the same job without a fault.
@@ -138,7 +138,7 @@ def judge_restarts(job: Job, folder: Path, ends: Sequence[RankEnd], undisturbed:
         return verdict
     losses = [(step, loss) for step, loss in recorded_losses(folder, 0, resumed=False) + resumed if loss is not None]
     if off := {
-        step: (expected[step], loss) for step, loss in losses if not isclose(expected[step], loss, rel_tol=_CLOSE)
+        step: (expected[step], loss) for step, loss in losses if not isclose(expected[step], loss, rel_tol=_RTOL_LOSS)
     }:
         verdict.problems.append(f"other losses than those of an undisturbed run: {off}")
         return verdict
@@ -147,7 +147,7 @@ def judge_restarts(job: Job, folder: Path, ends: Sequence[RankEnd], undisturbed:
 
 
 def last_word(output: str) -> str:
-    """The last error in a rank's output with its message, or its last line where there is none."""
+    """Return the last error in a rank's output with its message; without an error, the last line."""
     lines = [_PREFIX.sub("", line) for line in output.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -165,9 +165,9 @@ def _expect_completed(verdict: Verdict, ends: Sequence[RankEnd], folder: Path) -
 
 
 def _judge_words(verdict: Verdict, ends: Sequence[RankEnd]) -> None:
-    """Every rank that lives on must fail, and what is printed name the victim and nobody else.
+    """Require that every survivor fails, and that the printed messages name the victim and no other rank.
 
-    A refusal that is the same on all ranks is printed by one of them, which may be the victim.
+    One rank, which may be the victim, prints a refusal that is the same on all ranks.
     """
     job = verdict.job
     alive = [rank for rank in range(job.ranks) if ends[rank].exit_code is not None]
@@ -192,17 +192,20 @@ def _is_ours(word: str) -> bool:
 
 
 def _is_raw(word: str) -> bool:
-    """Whether a backend speaks in it. Our errors may say "timed out" or "gloo"; they may not hand on C++'s text."""
+    """Return whether a message is a backend's own.
+
+    Our errors may say "timed out" or "gloo", but not show C++'s text.
+    """
     if "Planted" in word:
         return False
     lines = word.splitlines()
-    return any(_LOG_LINE.match(line) or _OF_CPP.search(line) for line in lines) or (
+    return any(_LOG_LINE.match(line) or _CPP_TEXT.search(line) for line in lines) or (
         not _is_ours(word) and bool(_BACKEND.search(word))
     )
 
 
 def _named(word: str, rank: int, job: Job) -> str:
-    """Whom a survivor's last word accuses; its own rank is whose word it is."""
+    """Return the ranks that a survivor's last word names, without its own rank."""
     mentioned = {int(number) for numbers in _RANKS.findall(word) for number in re.findall(r"\d+", numbers)}
     if job.fault in (*MISMATCHES, *LOCAL, *FOREIGN):  # what every rank has or did is listed
         return "right" if job.victim in mentioned else "nobody"

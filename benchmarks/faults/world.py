@@ -1,7 +1,7 @@
-"""The ranks of a job as processes that nobody looks after but a watch: survivors must end by themselves.
+"""Run the ranks of a job as processes without a launcher: survivors must end by themselves, and a watch waits for it.
 
-Ranks are forked from a server that has everything imported. Each is a session of its own, writes its output into a
-file, and leaves as the interpreter would: traceback, exit functions, threads that are no daemons.
+Ranks are forked from a server that has imported everything. Each is a session of its own, writes its output into a
+file, and ends like an interpreter: traceback, exit functions, threads that are not daemons.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class RankEnd:
     """How the process of one rank ended.
 
     Args:
-        exit_code: negative for a signal; None where the watch had to end it.
+        exit_code: negative for a signal; None if the watch had to end it.
         ended_at_s: on the monotonic clock.
-        output: what it printed; of a rank that hung, its stacks at the end.
+        output: of the process; for a rank that hung, its stacks are at the end.
     """
 
     exit_code: int | None
@@ -50,14 +50,14 @@ class RankEnd:
 
 
 def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False, strict: bool = False) -> list[RankEnd]:
-    """Run the ranks of a job and watch them until all have ended, or torchrun has that starts them again.
+    """Run the ranks of a job, and watch them until all have ended, or torchrun's agent that restarts them.
 
     Args:
-        job: what they do.
-        folder: of the job; made already.
-        limit_s: seconds after which the ranks that still run are killed, their stacks in their output; once per start.
+        job: to run.
+        folder: of the job, which exists.
+        limit_s: seconds per start after which ranks that still run are killed, with their stacks in their output.
         resume: see `benchmarks.faults.training.train`.
-        strict: let ranks connect, wait and stay silent as those on NCCL do, see `tests.strict_group`.
+        strict: let ranks connect, wait and stay silent like those on NCCL, see `tests.strict_group`.
     """
     _server.set_forkserver_preload(["benchmarks.faults.preload"])
     store = _host_store(job.ranks) if job.store == "launcher" else None
@@ -100,7 +100,7 @@ def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False, stri
 
 
 def _watch(processes: Sequence[Any], job: Job, folder: Path, limit_s: float, resume: bool) -> dict[int, float | None]:
-    """When each process ended; None for those that had not after ``limit_s``."""
+    """Return the end of each process; None for those that run longer than ``limit_s``."""
     deadline = time.monotonic() + limit_s
     ended: dict[int, float | None] = dict.fromkeys(range(len(processes)))
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -122,7 +122,7 @@ def _watch(processes: Sequence[Any], job: Job, folder: Path, limit_s: float, res
 
 
 def _end(process: Any) -> None:
-    """Kill a rank with the processes that it started."""
+    """Kill a rank and the processes that it started."""
     if process.pid is None:
         return
     if process.is_alive():
@@ -144,7 +144,7 @@ def _output(folder: Path, rank: int, resume: bool) -> Path:
 
 
 def _run_agent(job: Job, folder: Path, env: Mapping[str, str]) -> None:
-    """What ``torchrun`` runs, but for the program: its ranks are forked here, and so need no imports."""
+    """Run torchrun's agent with ranks that are forked here, so that they need no imports."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _begin_process(folder / "torchrun.txt")
@@ -166,7 +166,7 @@ def _run_agent(job: Job, folder: Path, env: Mapping[str, str]) -> None:
 
 
 def _run_restarted(job: Job, folder: Path) -> None:
-    """A rank that torchrun has started."""
+    """Run a rank that torchrun has started."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked, it has the agent's handler
     _main(job, int(os.environ["RANK"]), folder, os.environ["TORCHELASTIC_RESTART_COUNT"] != "0", {})
 
@@ -183,6 +183,7 @@ def _begin_process(output: Path) -> None:
 
 
 def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str]) -> None:
+    """Run a rank."""
     _begin_process(_output(folder, rank, resume and not job.is_restarted))
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
@@ -214,6 +215,7 @@ def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str
 
 
 def _keep_rules_of_nccl(folder: Path, rank: int, resume: bool) -> None:
+    """Let this rank keep NCCL's rules."""
     from tests.strict_group import install
 
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

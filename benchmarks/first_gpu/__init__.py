@@ -1,1 +1,1 @@
-"""The first ten minutes on a rented GPU, rehearsed on CPUs: which defaults they confirm or contradict."""
+"""The first ten minutes on a rented GPU, rehearsed on CPUs: which defaults do they confirm or contradict?"""

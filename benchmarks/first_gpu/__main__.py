@@ -1,4 +1,4 @@
-"""The first ten GPU minutes: what to measure on a rented GPU, in sections with budgets, each tried on CPUs before.
+"""Measure on a rented GPU, in ten minutes, whether it confirms our defaults; sections have budgets and are rehearsed.
 
     python -m benchmarks.first_gpu                      # one GPU of any kind; first_gpu.json and first_gpu.md
     python -m benchmarks.first_gpu --rehearse           # the same sections on CPUs and tensors without numbers
@@ -7,18 +7,18 @@
     environment  versions, backends, MPS; begins to compile Triton kernels
     cudnn        torch's cuDNN operator against its flash operator and fp32: results, rates, first calls
     triton       block sizes of the Triton kernels, each kernel by itself
-    ring         the engine's ring on one card with copies for messages; merges and packing
+    ring         the engine's ring on one GPU with copies for messages; merges and packing
     overlap      messages beside attention
     two_ranks    pipelines, attention, ZeRO-3, memory of communicators, unequal collectives, a rank that dies
-    more_ranks   three ranks: the self-test, sub-rings, a group that some of its ranks use first
+    more_ranks   three ranks: the self-test, sub-rings, a group that only some of its ranks use first
     steps        whole steps: kernels, and attention that is kept over recomputation
 
-Every part runs in processes of its own, with its own limit, and what it reports is on disk at once. A part that hangs,
-raises or needs a newer torch is named, and the next one runs. The checks of versions are lifted: what runs with a
-release that the package refuses is part of the result. Exit code 1 if a part failed or timed out that should not.
+Every part runs in processes of its own, with its own limit, and each reported row is saved at once. If a part hangs,
+raises or needs a newer torch, this is recorded and the next part runs. Version checks are disabled: how a release that
+the package refuses behaves is part of the result. The exit code is 1 if a part failed or timed out that should not.
 
-The last page says of every finding of the review whether the run confirms today's default. In a rehearsal all figures
-are called rehearsed, and confirm nothing.
+The last page says for every finding of the review whether the run confirms today's default. In a rehearsal all figures
+are marked as rehearsed, and confirm nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUDGET_S = 600.0
 
 
 def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] | None = None) -> int:
-    """The command; ``sections`` takes the place of all there are."""
+    """Run the command; ``sections`` replaces the usual sections."""
     options = _parser().parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu" if options.rehearse else "cuda"  # else DeepSpeed asks CUDA when imported
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that is_available(), which imports call, asks no CUDA either
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] | N
 
 
 def bad_parts(record: Record, sections: Sequence[Section]) -> list[str]:
-    """Parts that did not end as they should."""
+    """Return the parts that did not end as they should."""
     bad = []
     for section, part in parts_of(sections):
         entry = record.entry(section, part)
@@ -76,6 +76,7 @@ def bad_parts(record: Record, sections: Sequence[Section]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="on CPUs, with the smallest sizes")
     parser.add_argument("--sections", default="", help="names, separated by commas; all if left out")
@@ -85,22 +86,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _has_gpu() -> bool:
-    """Whether there is a GPU's device file, without asking CUDA: forked processes could not use it afterwards."""
+    """Return whether a GPU's device file exists; a call of CUDA would keep forked processes from using it."""
     files = ("/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA's, that of WSL, AMD's
     return any(Path("/proc/driver/nvidia/gpus").glob("*")) or any(Path(file).exists() for file in files)
 
 
 def _chosen(names: str, sections: Sequence[Section] | None) -> list[Section]:
-    """The sections that were asked for, in the order in which they run. Raises `SystemExit`: a name is unknown."""
+    """Return the requested sections in the order in which they run. Raises `SystemExit`: a name is unknown."""
     if sections is None:
         from benchmarks.first_gpu.plan import SECTIONS
 
         sections = SECTIONS
-    wanted = [name for name in names.split(",") if name]
-    known = [section.name for section in sections]
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no section {', '.join(unknown)}; there are {', '.join(known)}")
-    return [section for section in sections if not wanted or section.name in wanted]
+    requested = [name for name in names.split(",") if name]
+    section_names = [section.name for section in sections]
+    if unknown := [name for name in requested if name not in section_names]:
+        raise SystemExit(f"no section {', '.join(unknown)}; there are {', '.join(section_names)}")
+    return [section for section in sections if not requested or section.name in requested]
 
 
 def _of_run(section: Section, rehearsal: bool) -> Section:

@@ -1,4 +1,4 @@
-"""Blocks of attention to measure: their tensors, their FLOPs, and how far a kernel is from plain operations."""
+"""Blocks of attention to measure: their tensors, their FLOPs, and the error of a kernel against plain operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Block:
     Args:
         queries: tokens of q. keys: tokens of k and v.
         heads: query heads. kv_heads: KV heads.
-        lse_shift: what is added to every score, nearly: lse comes out so much higher or lower.
+        lse_shift: approximate shift of every score, and so of lse.
     """
 
     queries: int
@@ -40,53 +40,56 @@ class Block:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Description for people."""
         kind = "causal" if self.is_causal else "full"
         shift = f", lse {self.lse_shift:+g}" if self.lse_shift else ""
         return f"{kind} {self.queries:,} x {self.keys:,}, {self.heads}:{self.kv_heads} heads of {self.head_dim}{shift}"
 
     @property
     def scores(self) -> Scores:
-        """As models have them."""
+        """Scale and soft cap of the scores, as in models."""
         return Scores(self.head_dim**-0.5)
 
     def flops(self, backward: bool) -> float:
-        """2 products forward, 5 backward (FlashAttention-2, arXiv:2307.08691, section 3.1.2), of the visible half."""
+        """Return the FLOPs of the visible half.
+
+        2 matmuls forward, 5 backward (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
+        """
         pairs = self.queries * self.keys * (0.5 if self.is_causal else 1.0)
         return (10.0 if backward else 4.0) * pairs * self.heads * self.head_dim
 
     def tensors(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout as a model makes them: [B, H, S, D] views of [B, S, H, D]."""
+        """Return q, k, v, dout in a model's layout: [B, H, S, D] views of [B, S, H, D]."""
         generator = torch.Generator(device).manual_seed(0)
         shapes = ((self.queries, self.heads), *((self.keys, self.kv_heads),) * 2, (self.queries, self.heads))
-        made = [
+        tensors = [
             torch.randn(1, tokens, heads, self.head_dim, device=device, generator=generator) for tokens, heads in shapes
         ]
         if self.lse_shift:
             # One common direction: q has a length along it, k the opposite, so that every score moves by the shift.
             along = (abs(self.lse_shift) * self.head_dim**0.5) ** 0.5
-            made[0][..., 0] = along
-            made[1][..., 0] = along if self.lse_shift > 0 else -along
-        q, k, v, dout = (x.to(dtype).transpose(1, 2) for x in made)
+            tensors[0][..., 0] = along
+            tensors[1][..., 0] = along if self.lse_shift > 0 else -along
+        q, k, v, dout = (x.to(dtype).transpose(1, 2) for x in tensors)
         return q, k, v, dout
 
 
 def expected(block: Block, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv by plain operations in float32."""
+    """Compute out, dq, dk, dv by plain operations in float32."""
     q, k, v, dout = (x.float() for x in tensors)
     out, lse = plain_forward(q, k, v, block.scores, block.band)
     return out, *plain_backward(dout, SavedForward(q, k, v, out, lse), block.scores, block.band)
 
 
 def computed(kernel: AttentionKernel, block: Block, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same by a kernel."""
+    """Compute out, dq, dk, dv by a kernel."""
     q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, block.scores, block.band)
     return out, *kernel.backward(dout, SavedForward(q, k, v, out, lse), block.scores, block.band)
 
 
 def computed_of_rows(kernel: AttentionKernel, block: Block, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same in two blocks of keys, merged: each block's backward is given the out and lse of whole rows."""
+    """Compute them by a kernel in two blocks of keys and merge; each backward gets out and lse of whole rows."""
     assert not block.is_causal
     q, k, v, dout = tensors
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -105,10 +108,13 @@ def computed_of_rows(kernel: AttentionKernel, block: Block, tensors: Sequence[Te
     return out, dq, torch.cat(dk, 2), torch.cat(dv, 2)
 
 
-def errors(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, float]:
-    """Largest error of each over its largest value; gradients share one scale, for some are zero but for rounding."""
-    scales = [wanted[0].abs().max(), *[max(x.abs().max() for x in wanted[1:])] * 3]
+def errors(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
+    """Return the largest error of each tensor over its largest value.
+
+    Gradients share one scale, since some are rounding only.
+    """
+    scales = [expected[0].abs().max(), *[max(x.abs().max() for x in expected[1:])] * 3]
     return {
         name: float((have.float() - want).abs().max() / scale)
-        for name, have, want, scale in zip(("out", "dq", "dk", "dv"), found, wanted, scales, strict=True)
+        for name, have, want, scale in zip(("out", "dq", "dk", "dv"), computed, expected, scales, strict=True)
     }

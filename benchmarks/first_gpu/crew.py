@@ -1,7 +1,7 @@
-"""The processes of one part: started together, listened to, and ended with whatever they have started.
+"""Run the processes of one part: start them together, receive their messages, and end them with all that they started.
 
-Each leads a process group of its own, so that what it starts can be ended with it and nothing else is. A part that
-reaches its limit first writes the stacks of its ranks, is asked to end (SIGTERM), and is killed a moment later.
+Each process leads a process group of its own, so that the processes that it starts can be ended with it, and no others.
+A part that reaches its limit first writes the stacks of its ranks, gets a SIGTERM, and is killed a moment later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OUTPUT_BYTES = 3000  # of the end of a failed rank's output
 
 
 class Outcome(NamedTuple):
-    """How a part ended. ``why`` is empty where it was done."""
+    """How a part ended; ``why`` is empty if it is done."""
 
     name: str  # "done", "failed", "timed out", "left out"
     why: str = ""
@@ -42,13 +42,13 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Of all parts of a run.
+    """Settings of all parts of a run.
 
     Args:
         rehearsal: see `Context`.
-        start_method: of multiprocessing: "forkserver", or "spawn" where forked processes cannot use CUDA.
+        start_method: of multiprocessing: "forkserver", or "spawn" if forked processes cannot use CUDA.
         env: variables of all processes.
-        preload: what the fork server imports.
+        preload: modules that the fork server imports.
     """
 
     rehearsal: bool
@@ -92,16 +92,16 @@ class Crew:
 
     @property
     def connections(self) -> list[Connection]:
-        """Those on which something may still come."""
+        """Connections on which messages may still come."""
         return list(self._rank_of)
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self.began
 
     def receive(self, connection: Connection) -> Row | None:
-        """Take one message; return the row that it is, None for others."""
+        """Receive one message; return its row, None for other messages."""
         rank = self._rank_of[connection]
         try:
             kind, value = connection.recv()
@@ -116,6 +116,7 @@ class Crew:
         return None
 
     def _note_end(self, connection: Connection, rank: int, kind: str, value: str | None) -> None:
+        """Record that a rank is done or has failed."""
         del self._rank_of[connection]
         connection.close()
         self.ended_s[rank] = self.seconds
@@ -135,6 +136,7 @@ class Crew:
             self.outcome = Outcome("failed", "\n".join(by_rank))
 
     def _cause_of_death(self, rank: int) -> str:
+        """Return why a rank ended without a message."""
         process = self._processes[rank]
         process.join(_TERM_S)
         code = process.exitcode
@@ -142,7 +144,7 @@ class Crew:
         return f"ended with {how} and without an exception"
 
     def end(self) -> None:
-        """End all that is left of it; what has not ended by itself has timed out, or waited for a rank that failed."""
+        """End all remaining processes: each has timed out, or waited for a rank that failed."""
         running = [rank for rank in self._rank_of.values() if self._processes[rank].is_alive()]
         for rank in running:
             self._signal(rank, signal.SIGUSR1, group=False)
@@ -160,8 +162,8 @@ class Crew:
             self.outcome = self._outcome_of_unfinished()
         if alive := [rank for rank, process in enumerate(self._processes) if process.is_alive()]:
             name, why = self.outcome
-            said = f"rank {', '.join(map(str, alive))} could not be killed"
-            self.outcome = Outcome("failed" if name == "done" else name, f"{why}\n{said}".strip())
+            text = f"rank {', '.join(map(str, alive))} could not be killed"
+            self.outcome = Outcome("failed" if name == "done" else name, f"{why}\n{text}".strip())
 
     def _outcome_of_unfinished(self) -> Outcome:
         if self._failures:
@@ -172,7 +174,7 @@ class Crew:
         return Outcome("timed out", f"rank {waiting} did not end within {self.seconds:.0f} s")
 
     def _signal(self, rank: int, number: signal.Signals, group: bool = True) -> None:
-        """Signal a rank, with the processes that it has started where it leads a group."""
+        """Send a rank a signal, and the processes that it has started, if it leads a group."""
         process = self._processes[rank]
         with contextlib.suppress(ProcessLookupError):
             if group and rank in self._leads_group:
@@ -181,7 +183,7 @@ class Crew:
                 os.kill(process.pid, number)
 
     def outputs(self) -> dict[str, str]:
-        """The end of what each rank has printed, stacks of the last moment among it."""
+        """Return the end of each rank's output, with the stacks of its last moment."""
         texts = {}
         for file in sorted(self._folder.glob("output*")):
             text = file.read_text(errors="replace")
@@ -191,16 +193,16 @@ class Crew:
 
 
 def wait_for(crews: Sequence[Crew], until: float) -> list[tuple[Crew, Connection]]:
-    """Connections on which something has come, of any of ``crews``; empty once it is ``until``."""
+    """Return connections of ``crews`` with a message; none if it is ``until``."""
     from multiprocessing.connection import wait
 
     crew_of = {connection: crew for crew in crews for connection in crew.connections}
-    left = until - time.monotonic()
-    if left <= 0:
+    remaining_s = until - time.monotonic()
+    if remaining_s <= 0:
         return []
     if not crew_of:
-        time.sleep(left)
-    ready = wait(list(crew_of), timeout=left)
+        time.sleep(remaining_s)
+    ready = wait(list(crew_of), timeout=remaining_s)
     return [(crew_of[each], each) for each in ready]  # type: ignore[index, misc]
 
 
@@ -208,6 +210,7 @@ def wait_for(crews: Sequence[Crew], until: float) -> list[tuple[Crew, Connection
 
 
 def _main(part: Part, rank: int, rehearsal: bool, env: Mapping[str, str], folder: str, sender: Connection) -> None:
+    """Run a rank of a part."""
     os.setpgid(0, 0)
     output = os.open(f"{folder}/output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -243,9 +246,9 @@ def _main(part: Part, rank: int, rehearsal: bool, env: Mapping[str, str], folder
 
 
 def _end_with_the_runner(sender: Connection) -> None:
-    """End this process, and what it has started, when nobody is left who reads what it reports.
+    """End this process, and those that it has started, when the runner that reads its messages has ended.
 
-    A runner that was killed cannot do it, and its fork server lives as long as one of its processes.
+    A runner that was killed cannot do so, and its fork server lives as long as one of its processes.
     """
     poll = select.poll()
     poll.register(sender.fileno(), 0)  # an error alone: the other end is closed

@@ -1,9 +1,9 @@
-"""torch's cuDNN operator as a kernel: what the package would add for blocks without windows, called on its own terms.
+"""torch's cuDNN operator as an attention kernel, for blocks without windows.
 
-A block of a ring without windows and packed documents is a full rectangle or a causal square (`ds_hetero.batch.tiles`),
-which is what the operator computes: its causal mask is aligned to the top left. It reads [B, H, S, D] with any strides
-but the last, and has its log-sum-exp as [B, H, S, 1]. Direct calls skip the checks of
-``scaled_dot_product_attention``, which stand in `cudnn_refusal`.
+A block of a ring without windows and packed documents is a full rectangle or a causal square (`ds_hetero.batch.tiles`).
+The operator computes these: its causal mask is aligned to the top left. It reads [B, H, S, D] with any strides but the
+last, and returns log-sum-exp as [B, H, S, 1]. Direct calls skip the checks of ``scaled_dot_product_attention``, which
+are in `cudnn_refusal`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LARGEST_HEAD = 128
 
 
 def cudnn_refusal(q: Tensor, k: Tensor, scores: Scores, blocks: object) -> str | None:
-    """Why the operator does not take such a block, or None.
+    """Return why the operator does not take such a block; None if it does.
 
-    Sources: torch's sdp_utils.cpp, check_cudnn_tensor_shapes and check_cudnn_hardware_support; pytorch#169849 of
-    lengths, cudnn-frontend#1072 of single queries.
+    Sources: torch's sdp_utils.cpp, check_cudnn_tensor_shapes and check_cudnn_hardware_support; pytorch#169849 on
+    lengths, cudnn-frontend#1072 on single queries.
     """
     head_dim = q.shape[-1]
     if blocks != FULL and not (blocks == CAUSAL and q.shape[2] == k.shape[2]):
@@ -42,11 +42,11 @@ def cudnn_refusal(q: Tensor, k: Tensor, scores: Scores, blocks: object) -> str |
 
 
 class CudnnKernel:
-    """See `AttentionKernel`; raises ValueError for what `cudnn_refusal` names.
+    """An `AttentionKernel`; it raises ValueError for blocks that `cudnn_refusal` refuses.
 
     Args:
-        operators: the two operators, or what stands for them where there is no cuDNN.
-        lays_out: make out, its gradient and lse contiguous in one layout first: older releases of torch keep a graph by
+        operators: the two operators, or replacements for machines without cuDNN. lays_out: make out, its gradient and
+        lse contiguous in one layout first: older releases of torch cache a graph by
             the shapes and strides of q, k and v alone.
     """
 
@@ -91,17 +91,17 @@ class Operators(NamedTuple):
 
 
 def of_torch() -> Operators:
-    """Torch's own."""
+    """Return torch's operators."""
     return Operators(
         _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_cudnn_attention_backward.default
     )
 
 
 def without_cudnn() -> Operators:
-    """The same arguments for a machine without cuDNN.
+    """Return replacements with the same arguments for a machine without cuDNN.
 
-    torch's operators are called on tensors without numbers, and what they return has to have the shapes that plain
-    operations return; numbers are those of plain operations.
+    torch's operators are called on tensors without numbers, and their results must have the shapes of plain operations;
+    the numbers are those of plain operations.
     """
     stock = of_torch()
 
@@ -126,8 +126,8 @@ def _meta(*tensors: Tensor) -> list[Tensor]:
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
 
 
-def _expect_shapes(found: Any, expected: Any) -> None:
-    for have, want in zip(found, expected, strict=True):
+def _expect_shapes(returned: Any, expected: Any) -> None:
+    for have, want in zip(returned, expected, strict=True):
         if have.shape != want.shape:
             raise ValueError(f"torch's operator returns {tuple(have.shape)}, expected {tuple(want.shape)}")
 

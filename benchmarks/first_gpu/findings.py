@@ -1,7 +1,7 @@
-"""The findings of a review without a GPU, and what a run says of the package's defaults that rest on them.
+"""Findings of a review without a GPU, and whether a run confirms the defaults that are based on them.
 
-A finding names the default as it is today, and judges the rows of the parts that measure it: True where they confirm
-the default, False where they contradict it, None where nothing was measured.
+A finding names today's default, and judges the rows of the parts that measure it: True if they confirm the default,
+False if they contradict it, None if nothing was measured.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ CONFIRMS, CONTRADICTS, NOT_MEASURED, REHEARSED = "confirms", "contradicts", "not
 
 
 class Measured:
-    """What a run has measured so far, by section and part."""
+    """The results of a run so far, by section and part."""
 
     def __init__(self, result: dict[str, Any]) -> None:
         self.rehearsal: bool = result["rehearsal"]
         self._parts = {(entry["section"], entry["part"]): entry for entry in result["parts"]}
 
     def rows(self, section: str, part: str, key: str = "") -> list[Row]:
-        """Rows of a part, with ``key`` those that have it; none if the part is not of this run."""
+        """Return the rows of a part; with ``key`` those that have it; none if the part did not run."""
         entry = self._parts.get((section, part))
         rows: list[Row] = [] if entry is None else entry["rows"]
         return [row for row in rows if not key or key in row]
 
     def entry(self, section: str, part: str) -> dict[str, Any]:
-        """All that is kept of a part; empty if it is not of this run."""
+        """Return the entry of a part; empty if it did not run."""
         return self._parts.get((section, part), {})
 
     def outcome(self, section: str, part: str) -> str:
-        """How a part ended."""
+        """Return how a part ended."""
         entry = self._parts.get((section, part))
         return "not of this run" if entry is None else entry["outcome"]
 
 
 class Judgement(NamedTuple):
-    """Judgement on a default, from rows."""
+    """Judgement on a default."""
 
     holds: bool | None  # None: they do not say
     figure: str = ""
@@ -50,8 +50,8 @@ class Finding:
     """One row of the last page.
 
     Args:
-        default: what the package does today, and why.
-        judge: of the rows.
+        default: of the package, and its reason.
+        judge: judges rows.
     """
 
     name: str
@@ -67,7 +67,7 @@ def finding(name: str, default: str) -> Callable[[Callable[[Measured], Judgement
 def finding_of_rows(
     name: str, default: str, section: str, part: str, key: str
 ) -> Callable[[Callable[[Sequence[Row]], Judgement]], Finding]:
-    """Make a finding of the function that judges the rows of one part with ``key``; it gets at least one row."""
+    """Make a finding of a function that judges the rows of one part with ``key``; it gets at least one row."""
 
     def made(judge_rows: Callable[[Sequence[Row]], Judgement]) -> Finding:
         def judge(measured: Measured) -> Judgement:
@@ -80,7 +80,7 @@ def finding_of_rows(
 
 
 def judged(measured: Measured, findings: Sequence[Finding]) -> list[dict[str, str]]:
-    """A row of the last page for every finding; a rehearsal confirms nothing."""
+    """Return a row of the last page for every finding; a rehearsal confirms nothing."""
     return [
         {"name": each.name, "default": each.default, "verdict": verdict, "figure": figure}
         for each, verdict, figure in _verdicts(measured, findings)

@@ -1,6 +1,6 @@
-"""`merge_` as one Triton kernel: out and lse are read and written once, where six operators pass over them.
+"""`merge_` as one Triton kernel: it reads and writes out and lse once, where six operators do so each.
 
-Imported late, as Triton decides at its import whether kernels are interpreted.
+It is imported late, because Triton decides at its import whether kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _merge_kernel(
     tokens,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """OUT [H, Q, D] in fp32, PART [H, Q, D], LSE and LSE_PART [H, Q]; programs (blocks of queries, H)."""
+    """Merge a part into OUT [H, Q, D] in fp32; PART [H, Q, D], LSE and LSE_PART [H, Q]; programs (query blocks, H)."""
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < tokens
@@ -41,7 +41,7 @@ def _merge_kernel(
 
 
 def fused_merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> None:
-    """See `ds_hetero.runtime.attention.kernels.merge_`: of a batch of one, out in float32, D a power of two."""
+    """See `ds_hetero.runtime.attention.kernels.merge_`; for a batch of one, out in float32, D a power of two."""
     _, heads, tokens, head_dim = out.shape
     assert out.shape[0] == 1 and out.dtype == torch.float32
     _merge_kernel[-(-tokens // _ROWS), heads](

@@ -1,4 +1,4 @@
-"""Memory that a device loses to process groups, step by step."""
+"""Measure the device memory that process groups take, step by step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ds_hetero.selftest.communicator_memory import counted_bytes
 
 
 def counted_mib(card: str) -> float | None:
-    """What the cost model counts for a communicator of two ranks, with collectives and messages between them.
+    """Return the MiB of the cost model for a communicator of two ranks, with collectives and messages.
 
-    It counts the channels of two such cards in a node; two ranks on one card may have fewer.
+    The model counts the channels of two such GPUs in a node; two ranks on one GPU may have fewer.
 
     Args:
-        card: name, as torch gives it; None is returned where `counted_bytes` does not know.
+        card: name of the GPU, as torch gives it; None is returned if `counted_bytes` does not know it.
     """
     counted = counted_bytes(card, 2)
     return None if counted is None else counted / 2**20
 
 
 class MemoryOfDevice:
-    """Bytes in use on the device by all its processes, tensors left aside; of this process's, on CPUs.
+    """Bytes in use on the device by all its processes, without tensors; on CPUs those of this process.
 
     Args:
-        world: of all ranks, connected before the first reading.
+        world: group of all ranks, connected before the first reading.
     """
 
     def __init__(self, context: Context) -> None:
@@ -38,7 +38,7 @@ class MemoryOfDevice:
         self._last = self._read()
 
     def after(self, group: int, step: str, do: Callable[[], Any]) -> Any:
-        """Do a step of a group, by its number, on all ranks, and report how much more a rank then has."""
+        """Run a numbered step of a group on all ranks, and report the increase of each rank's memory."""
         result = do()
         self._context.synchronize()
         dist.barrier()

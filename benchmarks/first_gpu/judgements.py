@@ -1,4 +1,4 @@
-"""How the rows of a run are read, finding by finding, in the order of the last page."""
+"""Judge the rows of a run, finding by finding, in the order of the last page."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from benchmarks.first_gpu.findings import Judgement, Measured, finding, finding_of_rows
 from benchmarks.first_gpu.parts import Row
 
-_WORTH = 0.95  # a default stands where it has this much of the best: repeated medians differ by a few per cent
+_MIN_OF_BEST = 0.95  # a default stands where it has this much of the best: repeated medians differ by a few per cent
 _NOTHING = Judgement(None)
-_LATE_S = 5.0  # for the other ranks to end: docs/failures.md says 0.3 to 1, and a loaded machine may be late
+_LATE_S = 5.0  # for the other ranks to end: docs/dead-ranks.md says 0.3 to 1, and a loaded machine may be late
 
 
 def _all(rows: Sequence[Row], key: str) -> bool | None:
-    """Whether ``key`` holds in all rows that have it; None where none has."""
+    """Return whether ``key`` is true in all rows that have it; None if no row has it."""
     values = [bool(row[key]) for row in rows if key in row]
     return all(values) if values else None
 
@@ -27,13 +27,16 @@ _BEGINS, _MET = "begins", "all ranks have met"  # what ranks report once they ha
 
 
 def _began(measured: Measured, section: str, part: str, step: str = _BEGINS) -> bool:
-    """Whether the ranks of a part have come to what it tries; a part that ends before has measured nothing."""
+    """Return whether the ranks of a part have reached the step that it tries.
+
+    A part that ends before has measured nothing.
+    """
     return any(row.get("step") == step for row in measured.rows(section, part))
 
 
 @finding("B1 first messages", "every pair that will send is connected before a step, all ranks in one order")
 def _connected_first(measured: Measured) -> Judgement:
-    """Holds where a step without it stands still, and one with it is right."""
+    """Confirm the default if a step without connections stands still, and one with them is right."""
     before = measured.outcome("two_ranks", "pipeline as before")
     step, after = _pipeline(measured, "pipeline")
     if step is None or (step and not _began(measured, "two_ranks", "pipeline as before")):
@@ -47,7 +50,7 @@ def _tied(measured: Measured) -> Judgement:
 
 
 def _pipeline(measured: Measured, part: str) -> tuple[bool | None, str]:
-    """Whether a pipeline of two stages has trained a step right, and what it says."""
+    """Return whether a pipeline of two stages has trained a step right, and the reason."""
     outcome, rows = measured.outcome("two_ranks", part), measured.rows("two_ranks", part)
     ended = [row for row in rows if "right" in row]
     if outcome in _STUCK and _began(measured, "two_ranks", part):
@@ -91,15 +94,16 @@ def _backends(measured: Measured) -> Judgement:
 
 @finding("B6 a lost rank", "the others end within seconds and name it, long before torch's watchdog")
 def _lost_rank(measured: Measured) -> Judgement:
+    """Judge how fast ranks end after one is killed."""
     entry = measured.entry("two_ranks", "lost rank")
     ended_s = entry.get("ended_s", {})
     if not ended_s or not _began(measured, "two_ranks", "lost rank", _MET):
         return _NOTHING
     if set(ended_s) != {"0", "1"}:
         return Judgement(False, f"rank 0 still waited when its part was ended, after {entry['seconds']} s")
-    said = f"{entry.get('why', '')} {entry.get('outputs', {})}"
+    last_words = f"{entry.get('why', '')} {entry.get('outputs', {})}"
     late_s = ended_s["0"] - ended_s["1"]
-    is_named = "rank 1 gone" in said
+    is_named = "rank 1 gone" in last_words
     return Judgement(is_named and late_s <= _LATE_S, f"ended {late_s:.1f} s later, names it: {is_named}")
 
 
@@ -108,7 +112,7 @@ _NO_GROUP = "making the process group"  # the call of the self-test before its f
 
 @finding("B7 self-test", "passes on ranks that work, over the paths that train")
 def _selftest(measured: Measured) -> Judgement:
-    """A part that was ended in the midst of checks that pass says nothing: it had too little time."""
+    """Judge the self-test; a part that was ended between checks that pass had too little time, and judges nothing."""
     texts, verdicts = [], []
     for section, ranks in (("two_ranks", 2), ("more_ranks", 3)):
         rows = measured.rows(section, "self-test")
@@ -138,6 +142,7 @@ def _architectures(rows: Sequence[Row]) -> Judgement:
 
 @finding("kernel choice", "flash_attn, else torch's flash operator; no kernel of cuDNN")
 def _kernel_choice(measured: Measured) -> Judgement:
+    """Judge the default kernel by the rates of all kernels."""
     ratios = [row["cudnn_of_chosen"] for row in measured.rows("cudnn", "rates", "cudnn_of_chosen")]
     checks = measured.rows("cudnn", "results")
     wrong = [f"{row['case']} ({row['way']})" for row in checks if row.get("right") is False]
@@ -145,11 +150,12 @@ def _kernel_choice(measured: Measured) -> Judgement:
         return Judgement(None, f"cuDNN's results wrong in: {_listed(wrong)}" if wrong else "")
     text = f"cuDNN has {min(ratios):.2f} to {max(ratios):.2f} of the chosen kernel's rate over {len(ratios)} cases"
     text += f"; wrong in {len(wrong)} of {len(checks)} checks" + (f": {_listed(wrong)}" if wrong else "")
-    return Judgement(max(ratios) < 1 / _WORTH, text)
+    return Judgement(max(ratios) < 1 / _MIN_OF_BEST, text)
 
 
 @finding("Triton table", "block sizes with which no kernel spills registers anywhere")
 def _triton_table(measured: Measured) -> Judgement:
+    """Judge the block sizes of the Triton kernels."""
     rows_by_kernel: dict[tuple[str, int], list[Row]] = {}
     for row in measured.rows("triton", "block sizes", "tflops"):
         of_kernel = rows_by_kernel.setdefault((row["kernel"], row["head_dim"]), [])
@@ -161,7 +167,7 @@ def _triton_table(measured: Measured) -> Judgement:
         if default is None:
             continue
         best = max(rows, key=lambda row: row["tflops"])
-        holds = holds and default["tflops"] >= _WORTH * best["tflops"]
+        holds = holds and default["tflops"] >= _MIN_OF_BEST * best["tflops"]
         figures.append(f"{kernel}, D {head_dim}: {default['tflops']:.3g}, best {best['tflops']:.3g} ({best['config']})")
     return Judgement(holds, f"TFLOP/s of today's and of the best: {_listed(figures)}") if figures else _NOTHING
 
@@ -172,6 +178,7 @@ _HIDDEN = 0.9  # of messages, from which on they count as hidden; chosen
 
 @finding("merge", "six operators merge a block into out and lse")
 def _merge(measured: Measured) -> Judgement:
+    """Judge the merge of six operators by the fused kernel."""
     rows = measured.rows("ring", "merges", "package_of_fused")
     if not rows:
         return _NOTHING
@@ -180,7 +187,7 @@ def _merge(measured: Measured) -> Judgement:
     )
     rings = measured.rows("ring", "rings", "of_undivided")
     costs = _listed(f"ring of {row['ring']} at {row['tokens']:,}: {row['of_undivided']:.3f}" for row in rings)
-    holds = min(row["package_of_fused"] for row in rows) >= _WORTH
+    holds = min(row["package_of_fused"] for row in rows) >= _MIN_OF_BEST
     if rings:
         holds = holds or max(row["of_undivided"] for row in rings) <= _RING_COST
     return Judgement(holds, f"{rates}; time of an undivided call: {costs or 'not measured'}")
@@ -199,7 +206,7 @@ def _packing(rows: Sequence[Row]) -> Judgement:
         f"{row['int64_gather_of_copy']:.2f} by int64, contiguous copies {row['contiguous_ms']:.3g} ms"
         for row in rows
     )
-    return Judgement(min(row["package_of_int64"] for row in rows) >= _WORTH, figure)
+    return Judgement(min(row["package_of_int64"] for row in rows) >= _MIN_OF_BEST, figure)
 
 
 @finding_of_rows(
@@ -223,6 +230,7 @@ def _overlap(rows: Sequence[Row]) -> Judgement:
 
 @finding("memory of communicators", "a communicator takes no more of a card than the cost model counts")
 def _communicators(measured: Measured) -> Judgement:
+    """Judge the memory that the cost model counts for communicators."""
     rows = measured.rows("two_ranks", "memory of groups")
     mib_by_group: dict[int, float] = {}
     for row in rows:
@@ -231,9 +239,9 @@ def _communicators(measured: Measured) -> Judgement:
     counted = [row["counted_mib"] for row in rows if row.get("counted_mib")]
     if not mib_by_group or not counted:
         return _NOTHING
-    each = max(mib_by_group.values())
-    figure = f"{each:.0f} MiB for the largest of three on two ranks, counted {counted[0]:.0f}"
-    return Judgement(each <= counted[0], figure)
+    largest_mib = max(mib_by_group.values())
+    figure = f"{largest_mib:.0f} MiB for the largest of three on two ranks, counted {counted[0]:.0f}"
+    return Judgement(largest_mib <= counted[0], figure)
 
 
 @finding("unequal collectives", "gathers and reduces of unequal parts cost what equal ones do")
@@ -246,15 +254,16 @@ def _unequal(measured: Measured) -> Judgement:
                 worst = max(worst, row["of_one_call"])
                 text = f"{row['collective']} of {row['mebibytes']} MiB, {ranks} ranks, {row['how']}: "
                 texts.append(f"{text}{row['of_one_call']:.2f} of one call's time")
-    return Judgement(worst <= 1 / _WORTH, _listed(texts)) if texts else _NOTHING
+    return Judgement(worst <= 1 / _MIN_OF_BEST, _listed(texts)) if texts else _NOTHING
 
 
 _JOBS = ("1B at 32K", "1B at 128K", "8B with adapters at 64K")
-_PREDICTED = 0.1  # error of a step that counts as predicted: 4 to 7 % at 32K and more on an H200 (docs/measured.md)
+_PREDICTED = 0.1  # error of a step that counts as predicted; on an H200 4 to 7 % at 32K and more, see docs/measured.md
 
 
 @finding("steps' predictions", "seconds of a step by the calibrated cost model at the catalogue's rates")
 def _predictions(measured: Measured) -> Judgement:
+    """Judge the predicted times of whole steps."""
     rows = [row for job in _JOBS for row in measured.rows("steps", job)]
     rows = [row for row in rows if row.get("way") == "torch" and row.get("step_s") and row["predicted_s"]]
     figure = _listed(
@@ -276,7 +285,7 @@ def _recomputed(measured: Measured) -> Judgement:
                 share = step_s[way] / step_s["torch"]
                 gains += [share] if "kept" in way else []
                 texts.append(f"{job}, {way}: {share:.2f} of torch's time")
-    return Judgement(min(gains) >= _WORTH if gains else None, _listed(texts))
+    return Judgement(min(gains) >= _MIN_OF_BEST if gains else None, _listed(texts))
 
 
 FINDINGS = (

@@ -1,7 +1,7 @@
-"""Attention that is computed once although its layer is recomputed: output and log-sum-exp are kept from the forward.
+"""Compute attention only once although its layer is recomputed: keep output and log-sum-exp from the forward.
 
-A prototype, for the gain to be measured: it knows no order but that layers are recomputed in the reverse of the
-forward's, as non-reentrant checkpointing does with one micro-batch at a time.
+This is a prototype to measure the gain. It assumes that layers are recomputed in the reverse order of the forward, as
+non-reentrant checkpointing does with one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ds_hetero.runtime.attention import attention as engine_attention
 
 
 class KeptAttention:
-    """What the forwards of a step have kept; ``reused`` counts what was not computed again."""
+    """Results of attention that the forwards of a step have kept; ``reused`` counts those used again."""
 
     def __init__(self) -> None:
         self._results: list[Any] = []
         self.computed = self.reused = 0
 
     def forward(self, q: Any, k: Any, v: Any, context: Any) -> Any:
-        """In the place of `ring_forward`."""
+        """Replace `ring_forward`: compute and keep, or return the kept result in a recomputation."""
         if torch._C._current_graph_task_id() != -1 and self._results:  # inside a backward: a layer is recomputed
             self.reused += 1
             return self._results.pop()
@@ -39,7 +39,7 @@ _stock = engine_attention.ring_forward
 
 @contextmanager
 def keeping_attention() -> Iterator[KeptAttention]:
-    """Keep the attention of every layer from its forward to its recomputation."""
-    kept = KeptAttention()
-    with mock.patch.object(engine_attention, "ring_forward", kept.forward):
-        yield kept
+    """Keep the attention of every layer from its forward to its recomputation, inside."""
+    attention = KeptAttention()
+    with mock.patch.object(engine_attention, "ring_forward", attention.forward):
+        yield attention

@@ -1,4 +1,4 @@
-"""The package's checks of versions, lifted: a rented machine has the torch that it has."""
+"""Disable the package's version checks: a rented machine has the torch that it has."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _stock = registration.expect_package
 
 
 def lift_checks() -> list[str]:
-    """Let ``register`` in this process take releases that it refuses; return what it would say, as it comes."""
-    said: list[str] = []
+    """Let ``register`` in this process accept releases that it refuses; return the list that refusals are added to."""
+    refusals: list[str] = []
 
     def note(package: str, works: str, names: Iterable[str]) -> None:
         try:
             _stock(package, works, names)
         except VersionError as error:
-            said.append(str(error))
+            refusals.append(str(error))
 
     registration.expect_package = note
-    return said
+    return refusals

@@ -1,7 +1,7 @@
-"""The engine's ring with all its ranks in one process: a thread for each, and copies in the place of messages.
+"""Run the engine's ring with all its ranks in one process: a thread for each, and copies in place of messages.
 
-What runs is `ring_forward` and `ring_backward` themselves; only their channel is another one. All threads launch on one
-stream, so that the time is that of all ranks' work, one after the other, without any communication but copies.
+`ring_forward` and `ring_backward` themselves run; only their channel is replaced. All threads launch on one stream, so
+the time is that of all ranks' work, one after the other, without communication except copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ds_hetero.runtime.attention import ring as engine_ring
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.channel import Message, PendingReceives
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
-from ds_hetero.runtime.attention.ring import RingContext, ring_backward, ring_forward
+from ds_hetero.runtime.attention.lane_passes import RingContext
+from ds_hetero.runtime.attention.ring import ring_backward, ring_forward
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.placement import Rows, stream_placement
 
@@ -29,13 +30,15 @@ _LATE_S = 60.0  # a message that does not come by then was not sent
 
 
 class _Place(NamedTuple):
-    """In the place of a process group: who this rank is, and where messages wait."""
+    """Replacement of a process group: this rank, and the messages that wait."""
 
     rank: int
     mail: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]]  # by sender, receiver and tag
 
 
 class _LocalReceive:
+    """A message to be copied."""
+
     def __init__(self, message: Message, place: _Place) -> None:
         self._tensor, self._key, self._mail = message.tensor, (message.peer, place.rank, message.tag), place.mail
 
@@ -44,7 +47,7 @@ class _LocalReceive:
 
 
 class LocalChannel:
-    """See `ds_hetero.runtime.attention.channel.Channel`; a message is copied when it is waited for."""
+    """A `ds_hetero.runtime.attention.channel.Channel` that copies a message when it is waited for."""
 
     keeps_order = True
 
@@ -65,7 +68,7 @@ class LocalChannel:
 
 
 class LocalRing:
-    """All ranks of a zigzag ring of ``size``, which hold [B, H, S, D] tensors of a whole sequence between them.
+    """All ranks of a zigzag ring of ``size``, which together hold [B, H, S, D] tensors of a whole sequence.
 
     Args:
         tensors: q, k, v and dout of all positions.
@@ -92,22 +95,22 @@ class LocalRing:
         ]
 
     def forward(self) -> list[tuple[Tensor, Tensor, list[list[Tensor]]]]:
-        """(out, lse, kept) of every rank."""
+        """Return (out, lse, kept) of every rank."""
         return self._on_all_ranks(lambda rank: ring_forward(*self._shards[rank][:3], self._contexts[rank]))
 
     def forward_and_backward(self) -> list[tuple[Tensor, ...]]:
-        """(out, dq, dk, dv) of every rank."""
+        """Return (out, dq, dk, dv) of every rank."""
 
         def both(rank: int) -> tuple[Tensor, ...]:
             q, k, v, dout = self._shards[rank]
-            out, lse, kept = ring_forward(q, k, v, self._contexts[rank])
+            out, lse, remote_blocks = ring_forward(q, k, v, self._contexts[rank])
             saved = SavedForward(q, k, v, out, lse)
-            return out, *ring_backward(dout, saved, kept, self._contexts[rank])
+            return out, *ring_backward(dout, saved, remote_blocks, self._contexts[rank])
 
         return self._on_all_ranks(both)
 
     def whole(self, by_rank: Sequence[Tensor]) -> Tensor:
-        """One tensor per rank, [B, H, s, D], put back in order of position."""
+        """Put tensors of all ranks, [B, H, s, D] each, back in order of position."""
         parts = torch.cat(list(by_rank), dim=2)
         return torch.empty_like(parts).index_copy_(2, torch.cat(self._positions), parts)
 

@@ -1,8 +1,8 @@
-"""CUDA's Multi-Process Service: its daemon, started and ended.
+"""Start and end the daemon of CUDA's Multi-Process Service.
 
-``nvidia-cuda-mps-control -d`` succeeds once the daemon has forked. Its server starts with the first process that asks
-for the device, and may fail there, as it does in containers; every later process would then fail with it. So
-`benchmarks.first_gpu.runner` lets a process of its own try the device before a part runs by it.
+``nvidia-cuda-mps-control -d`` succeeds once the daemon has forked. Its server starts with the first process that uses
+the device, and may fail there, as it does in containers; every later process would then fail, too. So
+`benchmarks.first_gpu.runner` lets a separate process try the device before a part runs with MPS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def start(command: str, folder: Path) -> dict[str, str]:
         folder: for its pipes and logs.
 
     Raises:
-        MpsError: what the command has said.
+        MpsError: with the output of the command.
     """
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipes"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "logs")}
     for directory in variables.values():
@@ -59,7 +59,7 @@ def stop(variables: Mapping[str, str]) -> bool:
 
 
 def _run(command: list[str], variables: Mapping[str, str], limit_s: float) -> None:
-    """Run a command that has to succeed. Its output goes to a file: a daemon would keep a pipe open."""
+    """Run a command that has to succeed. Its output goes to a file, because a daemon would keep a pipe open."""
     output = Path(variables["CUDA_MPS_LOG_DIRECTORY"], "output")
     name = " ".join([Path(command[0]).name, *command[1:]])
     try:

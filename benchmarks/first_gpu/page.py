@@ -1,4 +1,4 @@
-"""The page of a run in Markdown: how its parts ended, their figures, and last what they say of every default."""
+"""Page of a run in Markdown: how its parts ended, their figures, and the judgements on defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_A_COLUMN = ("env", "traceback")
 
 
 def as_page(result: dict[str, Any]) -> str:
-    """All of it; the findings are the last page."""
+    """Return the page; the findings come last."""
     kind = "A rehearsal on CPUs: no figure here is one of a GPU" if result["rehearsal"] else "A run on one GPU"
     lines = [
         "# The first ten GPU minutes",
@@ -51,7 +51,7 @@ def as_page(result: dict[str, Any]) -> str:
 
 
 def _rows_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One table for all rows; a column for every key that one of them has."""
+    """Return one table of all rows, with a column for every key."""
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in _NOT_A_COLUMN]
     return _table(columns, [[row.get(column, "") for column in columns] for row in rows])
 
@@ -75,6 +75,6 @@ def _cell(value: Any) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback its last line, which is the error."""
+    """Return the last line of a traceback, which is the error."""
     lines = text.strip().splitlines()
     return lines[-1] if lines else ""

@@ -19,13 +19,13 @@ _COLLECTIVE_S = 600.0  # of a process group: the time-outs are those of parts, a
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a rank of a part is told.
+    """What a rank of a part needs to run.
 
     Args:
         rank: of ``ranks``; each is a process, and all are on one device.
         rehearsal: on CPUs, with the smallest sizes.
         folder: of the part, empty at its start, the same for all its ranks.
-        report: takes a row; it is on disk when the runner has read it.
+        report: takes a row; it is saved when the runner has read it.
         pretended_capability: of the GPU that a rehearsal compiles for.
     """
 
@@ -37,33 +37,33 @@ class Context:
     pretended_capability: tuple[int, int] = (9, 0)
 
     def choose(self, on_gpu: T, rehearsed: T) -> T:
-        """The size, or whatever else it is, of this run."""
+        """Return the value for a GPU, or that for a rehearsal."""
         return rehearsed if self.rehearsal else on_gpu
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         import torch
 
         return torch.device("cpu") if self.rehearsal else torch.device("cuda", 0)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What attention is trained in there."""
+        """Type in which attention is trained there."""
         from ds_hetero.runtime.devices import default_dtype
 
         return default_dtype(self.device)
 
     @property
     def half(self) -> torch.dtype:
-        """The 16-bit type that the device multiplies: float16 where it has no bfloat16; bfloat16 in a rehearsal."""
+        """16-bit type whose matmuls the device supports: float16 on GPUs without bfloat16; bfloat16 in a rehearsal."""
         import torch
 
         return torch.bfloat16 if self.rehearsal else self.dtype
 
     @property
     def capability(self) -> int:
-        """Of the GPU: ten times the major and the minor number."""
+        """Compute capability of the GPU: ten times the major plus the minor number."""
         import torch
 
         major, minor = self.pretended_capability if self.rehearsal else torch.cuda.get_device_capability(self.device)
@@ -101,26 +101,23 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is run, and within which limits.
+    """A function to run, and its limits.
 
     Args:
-        name: in its section.
-        run: a module-level function.
-        limit_s: seconds, after which its processes are ended; less where its section has less left.
-        ranks: processes on the device.
-        communicates: its ranks form a process group on the device, which an NCCL may refuse them on one card.
-        without_mps: its ranks take turns on the device, since one of them is killed: MPS may end its others with it.
-        needs: names of torch that older releases lack, such as ``torch.distributed.all_gather_single``.
-        env: variables of its processes; `rehearsed_env` has those of a rehearsal beside them.
-        strict: in a rehearsal its ranks wait where those on NCCL would (`tests.strict_group`).
-        in_background: it begins with its section and runs beside all that follows.
-        outcomes: no fault of the run: "timed out" where standing still is a result, "failed" where a rank dies. Both
-            count only after a row: a part that has reported nothing has not come to what it tries.
-        grace_s: for the other ranks to end, once one has failed.
+        name: in its section. run: a module-level function. limit_s: seconds after which its processes are ended; less
+        if its section has less left. ranks: number of processes on the device. communicates: its ranks form a process
+        group on the device, which some releases of NCCL refuse on one GPU. without_mps: its ranks take turns on the
+        device, because one of them is killed: MPS may end its others, too. needs: names of torch that older releases
+        lack, such as ``torch.distributed.all_gather_single``. env: variables of its processes; `rehearsed_env` has
+        further ones of a rehearsal. strict: in a rehearsal its ranks wait like those on NCCL (`tests.strict_group`).
+        in_background: it begins with its section and runs beside all later parts. outcomes: accepted besides "done":
+        "timed out" if standing still is a result, "failed" if a rank dies. Both count
+            only after a row: a part without a row has not reached the step that it tries.
+        grace_s: seconds for the other ranks to end, once one has failed.
         rehearsed_limit_s: of a rehearsal; None for the same. `rehearsed_ranks` likewise.
-        rehearsed_fresh: a rehearsal starts a new interpreter for it, since imports read its variables.
-        unrehearsed: what of it runs on a GPU alone, where the rest is rehearsed.
-        not_rehearsed: why it cannot be rehearsed; empty where it is.
+        rehearsed_fresh: a rehearsal starts a new interpreter for it, because imports read its variables.
+        unrehearsed: the piece of it that runs on a GPU only, while the rest is rehearsed.
+        not_rehearsed: why it cannot be rehearsed; empty if it is.
     """
 
     name: str
@@ -143,7 +140,7 @@ class Part:
     not_rehearsed: str = ""
 
     def of_run(self, rehearsal: bool) -> Part:
-        """The part as this kind of run has it."""
+        """Return the part with the limits of this kind of run."""
         if not rehearsal:
             return self
         return replace(
@@ -158,9 +155,9 @@ class Section:
     """Parts that answer one question.
 
     Args:
-        name: as ``--sections`` has it.
-        budget_s: seconds of a run of ten minutes; what a section leaves is the next one's.
-        decides: what its figures are for.
+        name: as in ``--sections``.
+        budget_s: seconds in a run of ten minutes; the next section gets the rest of it.
+        decides: the decision that its figures are for.
     """
 
     name: str
@@ -170,7 +167,7 @@ class Section:
 
 
 def missing_names(names: tuple[str, ...]) -> list[str]:
-    """Those of torch's ``names`` that the installed release lacks."""
+    """Return those of torch's ``names`` that the installed release lacks."""
     import importlib
 
     missing = []
@@ -182,7 +179,7 @@ def missing_names(names: tuple[str, ...]) -> list[str]:
 
 
 def environment_of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Variables of a rank, as a launcher would set them; all ranks are on the first device."""
+    """Return the variables of a rank, as a launcher would set them; all ranks are on the first device."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
@@ -192,7 +189,7 @@ def environment_of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
         "CROSS_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # docs/selftest.md, "Several ranks on one card"
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # docs/rented-gpus.md, "Several ranks on one GPU"
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONUNBUFFERED": "1",
         "TRITON_CACHE_DIR": os.environ["TRITON_CACHE_DIR"],

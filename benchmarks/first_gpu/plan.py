@@ -1,4 +1,4 @@
-"""The sections in the order in which they run: ten minutes in all."""
+"""The sections in the order in which they run; their budgets sum to ten minutes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the fork server of `benchmarks.first_gpu.crew` imports once: nothing here may ask CUDA for anything.
+"""Modules that the fork server of `benchmarks.first_gpu.crew` imports once; none of them may call CUDA.
 
-A process that has asked CUDA cannot hand it on to forked ones. Whether they can use it is tried before the first part.
+Forked processes cannot use CUDA after a call of their parent. Whether they can use it is tried before the first part.
 """
 
 from __future__ import annotations

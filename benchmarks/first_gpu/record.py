@@ -20,12 +20,13 @@ from benchmarks.first_gpu.judgements import FINDINGS
 from benchmarks.first_gpu.page import as_page
 from benchmarks.first_gpu.parts import Part, Row, Section
 from benchmarks.measure.results import header, write
+from ds_hetero.common.atomic_writing import write_whole
 
 NOT_REACHED = "not reached"
 
 
 class Record:
-    """The result of a run, kept in ``output`` and in a Markdown page beside it."""
+    """The result of a run, saved in ``output`` and as a Markdown page beside it."""
 
     def __init__(self, command: str, sections: Sequence[Section], output: Path, rehearsal: bool) -> None:
         self._output = output
@@ -52,30 +53,30 @@ class Record:
 
     @property
     def page(self) -> Path:
-        """The file for people."""
+        """Path of the page."""
         return self._output.with_suffix(".md")
 
     def entry(self, section: Section, part: Part) -> dict[str, Any]:
-        """What is kept of a part; whoever changes it calls `write`."""
+        """Return the entry of a part; call `write` after changing it."""
         return self._entries[section.name, part.name]
 
     def add(self, section: Section, part: Part, row: Row) -> None:
-        """Keep a row."""
+        """Append a row to a part."""
         self.entry(section, part)["rows"].append(row)
         self.write()
 
     def write(self) -> None:
-        """Judge what is there, and put it on disk; an interrupted write leaves the one before."""
+        """Judge the results so far, and save them; an interrupted write leaves the previous files."""
         self.result["seconds"] = round(time.monotonic() - self._began, 1)
         self.result["findings"] = judged(Measured(self.result), FINDINGS)
         part = self._output.with_name(f".{self._output.name}.part")
         write(self.result, part)
         os.replace(part, self._output)
-        self.page.write_text(as_page(self.result))
+        write_whole(self.page, as_page(self.result))
 
 
 def parts_of(sections: Sequence[Section]) -> Iterator[tuple[Section, Part]]:
-    """Every part with its section, in the order in which they run."""
+    """Yield every part with its section, in the order in which they run."""
     for section in sections:
         for part in section.parts:
             yield section, part

@@ -1,7 +1,7 @@
-"""Runs sections one after the other within their budgets, and writes down what their parts report.
+"""Run sections one after the other within their budgets, and record the rows that their parts report.
 
-Budgets add up: section i has to be over when the budgets of the first i sections are used, so that what one leaves is
-the next one's. Parts in the background end at the end of the run at the latest.
+Budgets add up: section i has to end when the budgets of the first i sections are used, so that the next section gets
+the rest of a budget. Parts in the background end at the end of the run at the latest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.first_gpu.record import Record
 from benchmarks.first_gpu.shared_card import refusal_of_installed
 
 _TICK_S = 0.25
-_LEAST_S = 2.0  # a part is not begun with less
+_MIN_PART_S = 2.0  # a part is not begun with less
 _MPS_S = 15.0  # of a process that tries the device by MPS: its server starts then, within some seconds
 _PROBE_S = 60.0  # the fork server imports torch, DeepSpeed and transformers first
 ENV = "env"  # key of a row whose value are variables of MPS, for later parts that may run by it, once it is tried
@@ -30,9 +30,9 @@ class Runner:
     """One run.
 
     Args:
-        record: where everything goes.
+        record: of the results.
         folder: for the parts' own files.
-        budget_s: of all ``sections`` together; their own budgets are cut where they sum up to more.
+        budget_s: of all ``sections`` together; their own budgets are reduced if their sum is larger.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Runner:
         record.result["budget_s"] = budget_s
 
     def run(self) -> None:
-        """Run everything; processes that were started, and MPS's daemon, are ended whatever happens."""
+        """Run everything; started processes and MPS's daemon are ended in any case."""
         try:
             self._choose_start_method()
             began = time.monotonic()
@@ -64,7 +64,7 @@ class Runner:
             self._record.write()
 
     def _choose_start_method(self) -> None:
-        """Fork from a server that has imported everything, unless what it forks cannot use the device."""
+        """Fork from a server that has imported everything, unless forked processes cannot use the device."""
         if not self._is_probed("start"):
             self._settings = replace(self._settings, start_method="spawn")
             self._is_probed("start anew")
@@ -72,7 +72,7 @@ class Runner:
         self._record.result["start_method"] = self._settings.start_method
 
     def _is_probed(self, name: str) -> bool:
-        """Whether a process that is started as parts are can use the device; what it says of NCCL is kept."""
+        """Return whether a process that is started like those of parts can use the device; record its row on NCCL."""
         crew = Crew(_PROBE, self._settings, self._folder / name, _PROBE_S)
         for row in self._await(crew):
             self._one_rank = row.get(_ONE_RANK, "")
@@ -80,6 +80,7 @@ class Runner:
         return crew.outcome is not None and crew.outcome.name == "done"
 
     def _run_part(self, section: Section, part: Part, until: float) -> None:
+        """Run one part until ``until`` at the latest."""
         entry = self._record.entry(section, part)
         limit_s = min(part.limit_s, until - time.monotonic())
         outcome = self._reason_to_leave_out(part, limit_s)
@@ -99,7 +100,7 @@ class Runner:
                 self._try_mps(section, part)
 
     def _try_mps(self, section: Section, part: Part) -> None:
-        """Run later parts by MPS if a process can use the device by it; else end its daemon, and say why."""
+        """Run later parts with MPS if a process can use the device with it; otherwise end its daemon."""
         by_mps = replace(self._settings, env=self._mps)
         crew = Crew(_PROBE, by_mps, self._folder / "by_mps", _MPS_S)
         self._await(crew)
@@ -113,25 +114,26 @@ class Runner:
         self._record.add(section, part, {"mps": False, "why": f"no process can use the device: {crew.outcome.why}"})
 
     def _reason_to_leave_out(self, part: Part, limit_s: float) -> Outcome | None:
+        """Return why a part cannot run; None if it can."""
         if self._settings.rehearsal and part.not_rehearsed:
             return Outcome("left out", f"not rehearsed: {part.not_rehearsed}")
         if missing := missing_names(part.needs):
             return Outcome("left out", f"this release of torch lacks {', '.join(missing)}")
         if part.communicates and part.ranks > 1 and self._one_rank:
             return Outcome("left out", self._one_rank)
-        if limit_s < min(_LEAST_S, part.limit_s):
+        if limit_s < min(_MIN_PART_S, part.limit_s):
             return Outcome("left out", "no time left")
         return None
 
     def _follow(self, section: Section, crew: Crew) -> None:
-        """Listen until a part is over; its processes, and what they started, have ended then."""
+        """Receive rows until a part is over and its processes, with those that they started, have ended."""
         self._await(crew, section)
         self._finish(section, crew)
 
     def _await(self, crew: Crew, section: Section | None = None) -> list[Row]:
-        """Listen to a part, and to those in the background, until it is over or has reached its limit.
+        """Receive rows of a part, and of those in the background, until it is over or has reached its limit.
 
-        Returns its rows where it is of no section; others are kept.
+        Returns its rows if it belongs to no section; others are recorded.
         """
         rows: list[Row] = []
         section_of = {id(other): its for its, other in self._background}
@@ -157,6 +159,7 @@ class Runner:
             self._mps = variables
 
     def _finish(self, section: Section, crew: Crew) -> None:
+        """Record how a part ended."""
         self._background = [each for each in self._background if each[1] is not crew]
         crew.end()
         entry = self._record.entry(section, crew.part)
@@ -171,7 +174,7 @@ class Runner:
 
 
 def _use_device(context: Context) -> None:
-    """Compute on the device: a process that was forked from one which had asked CUDA for something cannot."""
+    """Compute on the device; it fails in a process that was forked from one that had called CUDA."""
     import torch
 
     torch.ones(2, device=context.device).sum().item()

@@ -1,4 +1,4 @@
-"""A pipeline that treats tokens alone, trained a step by the engine's runner and gradient sync, and by one process."""
+"""A pipeline without attention, trained for a step by the engine's runner and gradient sync, and in one process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.pipeline.stage_transfers import make_boundary_groups
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.activation_transfers import held_intervals
@@ -22,7 +22,7 @@ _MICRO_BATCHES, _ROWS, _LENGTH = 4, 2, 32
 
 @dataclass(frozen=True)
 class SmallBatch:
-    """A micro-batch, as a stage takes it."""
+    """A micro-batch in the form that a stage takes."""
 
     tokens: Tensor  # [b, L]
     scale: float
@@ -51,19 +51,22 @@ class SmallModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def held(self, layers: tuple[int, int]) -> dict[str, nn.Parameter]:
-        """Parameters of a stage, by name."""
-        held = {}
+        """Return the parameters of a stage, by name."""
+        parameters = {}
         if layers[0] == 0:
-            held["embedding.weight"] = self.embedding.weight
+            parameters["embedding.weight"] = self.embedding.weight
         for i in range(*layers):
-            held |= {f"layers.{i}.{name}": parameter for name, parameter in self.layers[i].named_parameters()}
+            parameters |= {f"layers.{i}.{name}": parameter for name, parameter in self.layers[i].named_parameters()}
         if layers[1] == _LAYERS:
             is_tied = self.head.weight is self.embedding.weight
-            held["embedding.weight" if is_tied else "head.weight"] = self.head.weight
-        return held
+            parameters["embedding.weight" if is_tied else "head.weight"] = self.head.weight
+        return parameters
 
     def run(self, layers: tuple[int, int], batch: SmallBatch, tokens: Tensor, hidden: Tensor | None) -> Tensor:
-        """One stage on ``tokens`` [b, s] of a micro-batch: [b, s, H]; a sum of token losses on the last."""
+        """Run a stage on ``tokens`` [b, s] of a micro-batch.
+
+        Return [b, s, H], or a sum of token losses on the last stage.
+        """
         x: Tensor = self.embedding(tokens) if hidden is None else hidden
         for i in range(*layers):
             x = x + torch.tanh(self.layers[i](x))
@@ -74,19 +77,19 @@ class SmallModel(nn.Module):
 
 
 def plan_of(stages: Sequence[Stage]) -> Plan:
-    """One pipeline of these stages."""
+    """Return one pipeline of these stages."""
     pipeline = Pipeline(stages=tuple(stages), micro_batch_size=_ROWS, micro_batches=_MICRO_BATCHES)
     return Plan(pipelines=(pipeline,), model=PlannedModel(num_layers=_LAYERS, num_heads=4, num_kv_heads=4))
 
 
 def lone_stages(ranks: int) -> list[Stage]:
-    """A stage for each rank."""
+    """Return a stage for each rank."""
     cuts = [_LAYERS * rank // ranks for rank in range(ranks + 1)]
     return [Stage(ranks=(rank,), layers=(cuts[rank], cuts[rank + 1])) for rank in range(ranks)]
 
 
 def largest_difference(plan: Plan, device: torch.device, tied: bool) -> dict[str, float]:
-    """Train one step of SGD on all ranks, and on this one alone; differences of the loss and of this rank's weights.
+    """Train one step of SGD on all ranks, and on this one alone; return differences of loss and of this rank's weights.
 
     Caller: every rank of the world, each in a stage of ``plan``.
     """
@@ -96,15 +99,17 @@ def largest_difference(plan: Plan, device: torch.device, tied: bool) -> dict[str
     place = plan.place_of(rank)
     assert place is not None
     stage = plan.pipelines[place[0]].stages[place[1]]
-    made = ProcessGroups()
-    groups = make_boundary_groups(plan, made)
+    process_groups = ProcessGroups()
+    groups = make_boundary_groups(plan, process_groups)
     parameters = model.held(stage.layers)
     layouts = pipeline_layouts(parameters, plan)
-    sync = AsymmetricGradientSync(parameters, layouts, replicas=[p.ranks for p in plan.pipelines], groups=made)
+    sync = AsymmetricGradientSync(
+        parameters, layouts, replicas=[p.ranks for p in plan.pipelines], groups=process_groups
+    )
 
     def compute(batch: SmallBatch, hidden: Tensor | None) -> Tensor:
-        held = held_intervals(stage, batch.length, rank)
-        tokens = torch.cat([batch.tokens[:, start:stop] for start, stop in held], dim=1)
+        intervals = held_intervals(stage, batch.length, rank)
+        tokens = torch.cat([batch.tokens[:, start:stop] for start, stop in intervals], dim=1)
         return model.run(stage.layers, batch, tokens, hidden)
 
     runner = PipelineRunner(neighbours_of(plan, rank, groups, device), compute, _WIDTH, torch.float32)  # type: ignore[arg-type]
@@ -131,11 +136,11 @@ def _batches(device: torch.device) -> list[SmallBatch]:
 
 
 def _one_process(device: torch.device, tied: bool) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and weights after a step, by name."""
+    """Return the loss, and weights after a step, by name."""
     model = SmallModel(tied).to(device)
-    whole = (0, _LAYERS)
-    losses = [model.run(whole, batch, batch.tokens, None) for batch in _batches(device)]
+    all_layers = (0, _LAYERS)
+    losses = [model.run(all_layers, batch, batch.tokens, None) for batch in _batches(device)]
     loss = torch.stack(losses).sum()
     loss.backward()
-    held = model.held(whole)
-    return loss.item(), {name: (p - p.grad).detach() for name, p in held.items() if p.grad is not None}
+    parameters = model.held(all_layers)
+    return loss.item(), {name: (p - p.grad).detach() for name, p in parameters.items() if p.grad is not None}

@@ -1,8 +1,8 @@
-"""Triton kernels compiled ahead of their first launch, by the code that launches them: only the launch is left out.
+"""Compile Triton kernels ahead of their first launch, by the code that launches them, without the launch.
 
-Triton keeps what it has compiled by source, types, constants and the divisibility of arguments. So the kernel's own
-`TritonKernel` is run on tensors of torch's "meta" device, which have no numbers, and every launch is turned into
-Triton's ``warmup``, under a driver that names the GPU and is none. No process of it uses the card.
+Triton caches compiled kernels by source, types, constants and the divisibility of arguments. So the package's
+`TritonKernel` runs on tensors of torch's "meta" device, which have no numbers, and every launch becomes Triton's
+``warmup``, under a driver that only names the GPU. No process uses the GPU for it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _TOKENS = 4096  # any multiple of 16: Triton keeps no other number of tokens
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel with the block sizes that it is launched with.
+    """One kernel and its block sizes.
 
     Args:
         kernel: of `KERNELS`.
-        edge_free: without the phases that mask: for `FULL` blocks of whole tiles, which have no edge.
+        edge_free: without the phases that mask, for `FULL` blocks of whole tiles, which have no edge.
     """
 
     kernel: str
@@ -48,27 +48,27 @@ class Config:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Description for people."""
         return f"{self.kernel}, D {self.head_dim}, {tuple(self.blocks)}{', edge-free' if self.edge_free else ''}"
 
 
 def launch_of(config: Config, otherwise: Launch) -> Launch:
-    """Block sizes of all three kernels, with those of ``config`` in their place."""
+    """Return the block sizes of all three kernels, with those of ``config`` for its kernel."""
     return otherwise._replace(**{config.kernel: config.blocks})
 
 
 def default_launch(head_dim: int, capability: int) -> Launch:
-    """Block sizes that the package launches 16-bit numbers with."""
+    """Return the block sizes that the package launches for 16-bit types."""
     return native.block_sizes(native.padded_head_dim(head_dim), capability, sixteen_bit=True)
 
 
 @contextmanager
 def launching(config: Config, launch: Launch, folder: Path, compiles: bool = False) -> Iterator[TritonKernel]:
-    """A `TritonKernel` that is launched with ``config``, and of the backward launches that one kernel alone.
+    """Yield a `TritonKernel` that launches ``config``, and in the backward only its kernel.
 
     Args:
         launch: block sizes of the other kernels.
-        folder: where the source of edge-free kernels is written.
+        folder: for the source of edge-free kernels.
         compiles: launches compile, and do not run.
     """
     kernels: Any = edge_free_kernels(folder) if config.edge_free else native._kernels()
@@ -80,7 +80,9 @@ def launching(config: Config, launch: Launch, folder: Path, compiles: bool = Fal
 
 
 def edge_free_kernels(folder: Path) -> ModuleType:
-    """The package's kernels without their masked phases: written anew from its source, so that they stay the same code.
+    """Return the package's kernels without their masked phases.
+
+    They are generated from the package's source, so that the code is the same.
 
     Raises:
         ValueError: the source has no loop over three phases.
@@ -115,12 +117,14 @@ class _Only:
 
 
 class _Nothing:
+    """A kernel whose launch does nothing."""
+
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **kwargs: None
 
 
 class _ZeroDelta:
-    """In the place of the kernel of row sums: what reads them finds numbers, the same every time."""
+    """Replacement of the kernel of row sums: its readers get the same numbers every time."""
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda out, dout, delta, *args, **kwargs: delta.zero_()
@@ -143,7 +147,7 @@ class _Compiling:
 
 
 class _NamedGpu:
-    """A driver of Triton's that names a GPU; nothing can be launched."""
+    """A driver for Triton that names a GPU; nothing can be launched."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -167,9 +171,9 @@ class _NamedGpu:
 
 
 def compile_config(config: Config, capability: int, dtype: torch.dtype, folder: Path) -> None:
-    """Compile what a launch of ``config`` will ask for. Raises what Triton or its assembler say when it cannot.
+    """Compile the kernels that a launch of ``config`` needs. Raises the errors of Triton or its assembler.
 
-    In a process of its own: Triton's driver is another one afterwards.
+    Run it in a process of its own: it replaces Triton's driver.
     """
     from triton.runtime import driver
 
@@ -181,7 +185,7 @@ def compile_config(config: Config, capability: int, dtype: torch.dtype, folder: 
 def tensors_of(
     config: Config, tokens: int, device: torch.device, dtype: torch.dtype, heads: int = 16
 ) -> tuple[Tensor, ...]:
-    """q, k, v, dout, out, lse of a square: views [B, H, S, D] of [B, S, H, D], as a model makes them."""
+    """Return q, k, v, dout, out, lse of a square in a model's layout: views [B, H, S, D] of [B, S, H, D]."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
     shape = (1, tokens, heads, config.head_dim)
     q, k, v, dout, out = (

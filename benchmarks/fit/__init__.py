@@ -1,1 +1,1 @@
-"""The estimate of `ds-hetero fit` against measured peaks of memory, and its advice against a real limit."""
+"""Compare the estimate of `ds-hetero fit` with measured peaks of memory, and its advice with a real limit."""

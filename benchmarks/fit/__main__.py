@@ -1,12 +1,12 @@
-"""How well `ds-hetero fit` foretells memory, and whether its advice helps.
+"""Measure how well `ds-hetero fit` predicts memory, and whether its advice helps.
 
     python -m benchmarks.fit [--cases 0 3 ...] [--no-limit] [--json] [--output FILE]
 
 Ten pairs of a model and a schedule train behind DeepSpeed on gloo ranks, and the same ten with adapters beside frozen
-weights, of 4 bits in every other one; the peak of torch's allocator on every rank is set against the estimate. Then a
-job runs under a real limit of its memory, is ended by it, and runs again as the advice says.
+weights, every other one in 4 bits. The peak of torch's allocator on every rank is compared with the estimate. Then a
+job runs under a real memory limit, fails, and runs again as the advice says.
 
-Exit code 0 if every rank is within `TARGETS` and the advice made the job fit.
+The exit code is 0 if every rank is within `TARGETS` and the advice made the job fit.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ TARGETS = {"all weights": 0.10, "adapters": 0.05}  # by what is trained
 
 
 def main() -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="numbers of pairs")
     parser.add_argument("--no-limit", action="store_true", help="leave the job under a limit out")
@@ -59,7 +60,10 @@ def main() -> int:
     result = {
         **header(" ".join(["python -m benchmarks.fit", *sys.argv[1:]])),
         "rows": rows,
-        "errors": {trained: {"median": median(each), "worst": max(each)} for trained, each in errors.items()},
+        "errors": {
+            trained: {"median": median(errors_of_kind), "worst": max(errors_of_kind)}
+            for trained, errors_of_kind in errors.items()
+        },
         "limit": limited,
     }
     write(result, args.output)
@@ -68,12 +72,12 @@ def main() -> int:
     else:
         _show(result)
     followed = limited is None or (not limited["before"]["finished"] and limited["after"]["finished"])
-    met = all(each["worst"] <= TARGETS[trained] for trained, each in result["errors"].items())
+    met = all(errors_of_kind["worst"] <= TARGETS[trained] for trained, errors_of_kind in result["errors"].items())
     return 0 if met and followed else 1
 
 
 def _rows(case: Case) -> list[dict[str, Any]]:
-    """Prediction and measurement of every rank."""
+    """Return prediction and measurement of every rank."""
     peaks = run(measure, [LOOPBACK] * case.num_ranks, asdict(case))
     cluster = cluster_from_dict({"nodes": [{"name": "host", "device": "CPU", "count": case.num_ranks}]})
     cost = make_cost_model("calibrated", cluster, case.spec, case.workload)
@@ -92,6 +96,7 @@ def _rows(case: Case) -> list[dict[str, Any]]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the table."""
     table = Table(
         "pair", "rank", "measured MiB", "predicted MiB", "error", title="Most memory that a rank holds in a step"
     )

@@ -1,4 +1,4 @@
-"""Ten pairs of a model and a schedule, as different as they fit on two cores, and ten that train adapters."""
+"""Ten pairs of a model and a schedule, as different as two cores allow, and ten that train adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDE = (("hidden_size", 768), ("intermediate_size", 2048), ("num_hidden_layers"
 
 
 def _schedule(*groups: tuple[list[float], list[int]], num_kv_heads: int = 4, layout: str = "zigzag") -> dict[str, Any]:
-    """Groups of (token weights, heads), ranks numbered in their order."""
+    """Return a schedule of groups (token weights, heads); ranks are numbered in their order."""
     out: dict[str, Any] = {"version": 1, "num_heads": 8, "num_kv_heads": num_kv_heads, "layout": layout, "groups": []}
     first = 0
     for tokens, heads in groups:
@@ -76,12 +76,12 @@ _WHOLE = (
         model=_DEEP,
     ),
 )
-_RANKS_OF_ADAPTERS = (8, 16, 8, 16, 8, 32, 16, 8, 16, 8)  # of the pairs in their order; every other one is quantized
+_ADAPTER_RANKS = (8, 16, 8, 16, 8, 32, 16, 8, 16, 8)  # of the pairs in their order; every other one is quantized
 
 CASES = (
     *_WHOLE,
     *(
         replace(case, name=f"{case.name}, {'QLoRA' if i % 2 else 'LoRA'}", adapter_rank=rank, quantized=i % 2 == 1)
-        for i, (case, rank) in enumerate(zip(_WHOLE, _RANKS_OF_ADAPTERS, strict=True))
+        for i, (case, rank) in enumerate(zip(_WHOLE, _ADAPTER_RANKS, strict=True))
     ),
 )

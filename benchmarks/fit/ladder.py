@@ -1,13 +1,14 @@
-"""Long sequences on little memory: a job that runs out of it for real, and the same job with what saves some.
+"""Train long sequences with little memory: a job that exceeds a real limit, and the same job with memory-saving keys.
 
     python -m benchmarks.fit.ladder [--tokens 262144] [--mib 2560] [--json] [--output FILE]
 
-Two ranks hold a sequence in shares of 5:4 and train a small model whose attention sees windows, so that a step takes
-minutes on a CPU, under a limit of their private memory (RLIMIT_DATA): what they have when everything is imported, and
-``--mib`` beside it, which play the card. First plainly, which the limit ends; then with the layers recomputed and with
-``"tile_tokens"``, MLPs and loss in tiles. Before, the same path on a short sequence is held against one process.
+Two ranks hold a sequence in shares of 5:4 and train a small model with windowed attention, so that a step takes minutes
+on a CPU. Their private memory is limited (RLIMIT_DATA) to what they have after all imports, plus ``--mib``, which
+stands for the GPU's memory. The first job exceeds the limit; the second one recomputes the layers and has
+``"tile_tokens"``, MLPs and loss in tiles. Before, the same path on a short sequence is compared with one process.
 
-Exit code 0 if the limit ended the first job, the second one trained, and the losses on the short sequence are equal.
+The exit code is 0 if the limit ended the first job, the second one trained, and the losses on the short sequence are
+equal.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _OUT_OF_MEMORY = r".*(can't allocate memory|bad_alloc|MemoryError|Cannot allocat
 
 
 def main() -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1 << 18)
     parser.add_argument("--mib", type=int, default=2560, help="memory of a rank beside what it has at the start")
@@ -77,21 +79,22 @@ def main() -> int:
 
 def _train(tokens: int, mib: int, *, saving: bool) -> dict[str, Any]:
     try:
-        found = run(_on_rank, [LOOPBACK] * len(SHARES), tokens, mib, saving)
+        by_rank = run(_on_rank, [LOOPBACK] * len(SHARES), tokens, mib, saving)
     except RuntimeError as error:
         text = str(error)
         reason = re.search(_OUT_OF_MEMORY, text)
         end = f"out of memory: {reason[0].strip()}" if reason else f"failed: {text.strip().splitlines()[-1]}"
         return {"trained": False, "out_of_memory": reason is not None, "end": end}
-    best = {key: max(each[key] for each in found) for key in ("seconds", "used_mib")}
-    end = f"trained, loss {found[0]['loss']:.6f}, {best['seconds']:.0f} s, at most {best['used_mib']:.0f} MiB a rank"
-    return {"trained": True, "out_of_memory": False, "end": end, **found[0], **best}
+    best = {key: max(results_of_rank[key] for results_of_rank in by_rank) for key in ("seconds", "used_mib")}
+    end = f"trained, loss {by_rank[0]['loss']:.6f}, {best['seconds']:.0f} s, at most {best['used_mib']:.0f} MiB a rank"
+    return {"trained": True, "out_of_memory": False, "end": end, **by_rank[0], **best}
 
 
 # --- on a rank --------------------------------------------------------------------------------------
 
 
 def _on_rank(rank: int, report: Any, tokens: int, mib: int, saving: bool) -> dict[str, Any]:
+    """Train on one rank under the limit."""
     import deepspeed
     import torch
     from transformers import MistralConfig, MistralForCausalLM
@@ -149,7 +152,7 @@ def _on_rank(rank: int, report: Any, tokens: int, mib: int, saving: bool) -> dic
 
 
 def _private_bytes(name: str) -> int:
-    """A number of /proc/self/status, in bytes."""
+    """Return a number of /proc/self/status in bytes."""
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * 1024

@@ -1,8 +1,8 @@
-"""A job that runs out of memory for real, and the same job as `ds-hetero fit` advises.
+"""Let a job exceed a real memory limit, and run it again as `ds-hetero fit` advises.
 
-Two ranks train under a limit of their private memory (RLIMIT_DATA): what they have when everything is imported, and a
-budget beside it, which plays the card. The budget lies midway between what the job needs and what it needs as
-advised, by the estimate, so that both outcomes test it.
+Two ranks train under a limit of their private memory (RLIMIT_DATA): what they have after all imports, plus a budget
+that stands for the GPU's memory. The budget is halfway between the estimated needs of the job and of the advised job,
+so that both outcomes test the estimate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_hetero.planner.memory import Advice, advise, best_schedule
 from ds_hetero.values.schedule import Schedule
 
 STEPS = 2
-OWN_BYTES = 48 << 20  # of the ranks beside torch's tensors: stacks of gloo's threads, its buffers, the heap's gaps
+PROCESS_BYTES = 48 << 20  # of the ranks beside torch's tensors: stacks of gloo's threads, its buffers, the heap's gaps
 _CHANGES = {
     "activation checkpointing": {"checkpointing": True},
     "ZeRO stage 2": {"zero_stage": 2},
@@ -32,7 +32,7 @@ _CHANGES = {
 
 
 def follow_advice() -> dict[str, Any]:
-    """Run the job, be killed, take the advice, run again; what happened, and the advice."""
+    """Run the job until the limit ends it, follow the advice, run again; return both outcomes and the advice."""
     case = replace(CASES[0], name="a job under a limit", seq_len=6144)
     budget = (_needs(case) + _needs(replace(case, checkpointing=True))) // 2
     advice = _advice(case, budget)
@@ -59,12 +59,12 @@ def _needs(case: Case) -> int:
 
 
 def _advice(case: Case, budget: int) -> Advice:
-    """The cheapest advice that `_CHANGES` can follow."""
+    """Return the cheapest advice that `_CHANGES` can follow."""
     schedule = Schedule.from_dict(case.schedule)
     fitted = best_schedule(_cost(case, budget), schedule)
     assert not fitted.fits, "the estimate says that the job fits"
     return next(
-        each for each in advise(fitted, schedule) if each.fits and all(c.name in _CHANGES for c in each.changes)
+        advice for advice in advise(fitted, schedule) if advice.fits and all(c.name in _CHANGES for c in advice.changes)
     )
 
 
@@ -83,10 +83,11 @@ def _train(case: Case, budget: int) -> dict[str, Any]:
 
 
 def _limited(rank: int, report: Any, case: dict[str, Any], budget: int) -> None:
+    """Train on one rank under the limit."""
     status = Path("/proc/self/status").read_text()
     match = re.search(r"VmData:\s+(\d+) kB", status)
     assert match is not None
-    limit = int(match[1]) * 1024 + OWN_BYTES + budget
+    limit = int(match[1]) * 1024 + PROCESS_BYTES + budget
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     step = make_step(rank, Case(**case))
     for _ in range(STEPS):

@@ -1,7 +1,7 @@
-"""A few training steps behind DeepSpeed, and the most memory that a rank holds in them.
+"""Train a few steps behind DeepSpeed, and measure the peak memory of every rank.
 
-What is counted are allocations and releases of torch's CPU allocator, as its profiler reports them, from before the
-model is built: the same thing that ``torch.cuda.max_memory_allocated`` is on a GPU.
+Counted are allocations and releases of torch's CPU allocator, as its profiler reports them, from before the model is
+built. On a GPU ``torch.cuda.max_memory_allocated`` counts the same.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ BUCKET_ELEMENTS = 512 * 512  # what transformers' "auto" comes to
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, a schedule and how it is trained.
+    """A model, a schedule and the settings of training.
 
     Args:
         name: for people.
         schedule: content of a schedule file.
         seq_len: tokens of a sequence.
         zero_stage: 0 to 3.
-        checkpointing: recompute every layer.
-        bf16: train in bf16 with fp32 master weights.
-        zero_weights: shares of the optimizer state, None for equal ones.
+        checkpointing: whether every layer is recomputed.
+        bf16: whether to train in bf16 with fp32 master weights.
+        zero_weights: shares of the optimizer state; None for equal ones.
         micro_batch: sequences of a batch.
         model: keys of a Llama's config that differ from `_MODEL`.
-        adapter_rank: of adapters beside every product, which alone are trained; 0 to train all weights.
-        quantized: weights of the layers are frozen in 4 bits.
+        adapter_rank: of adapters beside every linear layer, which alone are trained; 0 to train all weights.
+        quantized: whether the weights of the layers are frozen in 4 bits.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as the cost model sees it."""
+        """The model in the cost model."""
         return model_from_config(self.config, "llama")
 
     @property
     def workload(self) -> Workload:
-        """The training as the cost model sees it."""
+        """The training in the cost model."""
         element = 2 if self.bf16 else 4
         return Workload(
             seq_len=self.seq_len,
@@ -102,11 +102,11 @@ _MODEL = {
 
 
 def measure(rank: int, report: Any, case: dict[str, Any]) -> int:
-    """Train `STEPS` steps on a rank; bytes that it holds at the peak of a step.
+    """Train `STEPS` steps on a rank; return the bytes that it holds at the peak of a step.
 
-    A release on one of gloo's threads escapes the profiler until its address is handed out again, which can only add.
-    So what rests between steps and what a step adds to it are each the least of all steps but the first, which
-    allocates what is kept for good.
+    The profiler does not see a release on one of gloo's threads until the address is allocated again, which can only
+    raise the result. So the bytes that stay between steps, and the bytes that a step adds, are each the least over all
+    steps but the first, which makes permanent allocations.
     """
     from benchmarks.measure.allocations import held_by_runs, marked_run
 
@@ -124,7 +124,7 @@ def measure(rank: int, report: Any, case: dict[str, Any]) -> int:
 
 
 def make_step(rank: int, case: Case) -> Any:
-    """Build model and engine of a case; a function that trains one step."""
+    """Build model and engine of a case; return a function that trains one step."""
     import deepspeed
     import torch
 
@@ -147,7 +147,7 @@ def make_step(rank: int, case: Case) -> Any:
     model = _model(case, config)
     if case.checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     positions = stream_placement(handle.schedule, case.seq_len).positions(rank)
     generator = torch.Generator().manual_seed(1)
@@ -170,7 +170,7 @@ def make_step(rank: int, case: Case) -> Any:
 
 
 def _model(case: Case, config: dict[str, Any]) -> Any:
-    """The model of a case, with its adapters; ``config`` is DeepSpeed's."""
+    """Return the model of a case, with its adapters; ``config`` is DeepSpeed's."""
     import deepspeed
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -187,12 +187,15 @@ def _model(case: Case, config: dict[str, Any]) -> Any:
 
 
 def _starts_in_parts(case: Case) -> bool:
-    """ZeRO-3 partitions the model as it is made; bitsandbytes quantizes whole weights, partitioned afterwards."""
+    """Return whether ZeRO-3 partitions the model while it is made.
+
+    Bitsandbytes needs whole weights, partitioned later.
+    """
     return case.zero_stage == 3 and not case.quantized
 
 
 def in_4_bits(model: Any, dtype: torch.dtype, where: torch.device) -> Any:
-    """The same weights as bitsandbytes freezes them for QLoRA, there; embedding and head are not quantized."""
+    """Return the model with its layers' weights quantized by bitsandbytes as in QLoRA; not embedding and head."""
     from transformers import BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(

@@ -1,1 +1,1 @@
-"""Mutated inputs, through the readers and through the command line; see `benchmarks.fuzz.__main__`."""
+"""Feed mutated inputs to the readers and to the command line; see `benchmarks.fuzz.__main__`."""

@@ -1,14 +1,14 @@
-"""Mutated inputs: what ends in a traceback, hangs, or is believed although it is nonsense?
+"""Feed mutated inputs to ds_hetero: which ones end in a traceback, hang, or are accepted although they make no sense?
 
     python -m benchmarks.fuzz                        # 30,000 mutations and 500 invocations, some minutes
     python -m benchmarks.fuzz --count 3000 --seed 7
     python -m benchmarks.fuzz --count 0              # the command line alone
 
-Sound examples of every kind of input are changed at one to three places, as objects or as text, and read in this
-process; then every command of ``ds-hetero`` is invoked with one mutation of a file that it reads or of its options, in
-a process each. What is accepted must hold the invariants of its kind, and its predictions must be finite and positive.
-The exit code is 1 if anything but a clear error or a sound value came of a mutation, or if fewer than 99 % of the
-errors after a single change name what was changed.
+Valid examples of every kind of input are changed at one to three places, as objects or as text, and read in this
+process. Then every command of ``ds-hetero`` is invoked with one mutation of an input file or of its options, in a
+process each. Accepted values must have the invariants of their kind, and finite, positive predictions. The exit code is
+1 if a mutation ended in anything but a clear error or a valid value, or if fewer than 99 % of the errors after a single
+change name the changed key.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.fuzz.commands import COMMANDS, CommandLine
 from benchmarks.fuzz.kinds import KINDS
 from benchmarks.fuzz.trials import Tally, fuzz
 
-LEAST_NAMED = 0.99
-_MOST_PROFILES = 10  # of which each takes seconds
+MIN_NAMED_SHARE = 0.99
+_MAX_PROFILES = 10  # of which each takes seconds
 _COLUMNS = ("accepted", "clear error", "traceback", "hang", "nonsense")
 
 
 def main() -> int:
-    """Fuzz every kind and every command and print a table; 1 if there was a fault."""
+    """Fuzz every kind and every command and print a table; return 1 if there was a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30_000, help="mutations over all kinds, through the readers")
     parser.add_argument("--commands", type=int, default=500, help="invocations over all commands")
@@ -51,9 +51,7 @@ def main() -> int:
             command_line = CommandLine(Path(scratch))
             for name in (name for name in COMMANDS if options.only in name):
                 share = -(-options.commands // (len(COMMANDS) - 1))
-                count = (
-                    min(share, _MOST_PROFILES) if name == "profile" else share
-                )  # it takes seconds, whatever it finds
+                count = min(share, _MAX_PROFILES) if name == "profile" else share  # it takes seconds, whatever it finds
                 tallies[name] = command_line.fuzz(name, count, random.Random(f"{options.seed} {name}"))
                 _print_row(name, tallies[name])
     for name, tally in tallies.items():
@@ -61,7 +59,7 @@ def main() -> int:
     single, named = (sum(getattr(tally, field) for tally in tallies.values()) for field in ("single", "named"))
     print(f"\n{named:,} of {single:,} errors after one change name what was changed")
     is_clean = all(tally.is_clean for tally in tallies.values())
-    return 0 if is_clean and named >= LEAST_NAMED * single else 1
+    return 0 if is_clean and named >= MIN_NAMED_SHARE * single else 1
 
 
 def _print_row(name: str, tally: Tally) -> None:

@@ -1,4 +1,4 @@
-"""Mutated files and options through the real command line, one forked process per invocation."""
+"""Fuzz files and options of the real command line, in one forked process per invocation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _server = multiprocessing.get_context("forkserver")
 
 
 class CommandLine:
-    """Invocations in a scratch folder that holds sound input files.
+    """Invocations in a scratch folder with valid input files.
 
     Args:
         scratch: an empty folder.
@@ -85,7 +85,7 @@ class CommandLine:
         self._sound["plan.json"] = self._plan_of_pipelines()
 
     def fuzz(self, name: str, count: int, rng: random.Random) -> Tally:
-        """Invoke one command with ``count`` mutations, each of a file that it reads or of its options."""
+        """Invoke one command with ``count`` mutations, each of an input file or of its options."""
         tally = Tally()
         for _ in range(count):
             arguments, files = list(COMMANDS[name]), copy.deepcopy(self._sound)
@@ -106,7 +106,7 @@ class CommandLine:
         return tally
 
     def is_sound(self, name: str) -> tuple[bool, str]:
-        """Whether a command works without a mutation, and what it says."""
+        """Return whether a command works without a mutation, and its message."""
         outcome, message = self._outcome(COMMANDS[name], {f: json.dumps(c) for f, c in self._sound.items()})
         return outcome == "accepted", message
 
@@ -123,6 +123,7 @@ class CommandLine:
         return texts | {file: text}, (*names, *(_FIELD_OF_KEY[name] for name in names if name in _FIELD_OF_KEY))
 
     def _outcome(self, arguments: Sequence[str], texts: dict[str, str]) -> tuple[str, str]:
+        """Invoke a command with these texts in its files; return outcome and message."""
         folder = self._scratch / str(self._number)
         self._number += 1
         folder.mkdir()
@@ -142,13 +143,13 @@ class CommandLine:
         return _judge(arguments, process.exitcode, out, err)
 
     def _plan_of_pipelines(self) -> dict[str, Any]:
-        """What ``ds-hetero plan --parallel full`` writes for the sound files."""
+        """Return the output of ``ds-hetero plan --parallel full`` for the valid files."""
         outcome, message = self._outcome(
             [*COMMANDS["plan, pipelines"], "--out", "made.json"], {f: json.dumps(c) for f, c in self._sound.items()}
         )
         assert outcome == "accepted", message
-        made: dict[str, Any] = json.loads((self._scratch / "0" / "made.json").read_text())
-        return made
+        outcome_of_command: dict[str, Any] = json.loads((self._scratch / "0" / "made.json").read_text())
+        return outcome_of_command
 
 
 def _mutate_options(arguments: list[str], rng: random.Random) -> tuple[list[str], tuple[str, ...]]:
@@ -171,7 +172,7 @@ def _mutate_options(arguments: list[str], rng: random.Random) -> tuple[list[str]
 
 
 def _judge(arguments: Sequence[str], code: int | None, out: str, err: str) -> tuple[str, str]:
-    """Outcome of an invocation, and its message."""
+    """Return the outcome of an invocation, and its message."""
     if "Traceback (most recent call last)" in err or code not in (0, 1, 2):
         return "traceback", f"exit code {code}: {(err.strip().splitlines() or ['nothing'])[-1][:300]}"
     if code == 0 or (code == 1 and arguments[0] == "fit"):  # fit ends with 1 where nothing is wrong but memory
@@ -190,7 +191,7 @@ def _judge(arguments: Sequence[str], code: int | None, out: str, err: str) -> tu
 
 
 def _check_report(text: str | None) -> None:
-    """Hold what a command printed to the invariants of its parts."""
+    """Check the invariants of a command's output."""
     if text is None:
         return
 
@@ -217,7 +218,7 @@ def _check_report(text: str | None) -> None:
 
 
 def _invoke(arguments: list[str], folder: Path) -> None:
-    """Run the command line in a process of its own and end it with its exit code."""
+    """Run the command line in this process and exit with its exit code."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))
     os.chdir(folder)
     with open("stdout", "w") as out, open("stderr", "w") as err, redirect_stdout(out), redirect_stderr(err):

@@ -1,4 +1,4 @@
-"""The kinds of input: a sound example of each, what reads it, and what must hold of anything that is accepted."""
+"""The kinds of input: a valid example of each, its reader, and the invariants of accepted values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ds_hetero.cluster import cluster_from_dict, cluster_to_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
-from ds_hetero.decision.decide import decide, given_plan, needs_planner
+from ds_hetero.decision.decide import decide
 from ds_hetero.decision.facts import JobFacts, ModelFacts
+from ds_hetero.decision.resolve import given_plan, needs_planner
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError
 from ds_hetero.models import model_from_config
@@ -34,7 +35,7 @@ class Nonsense(AssertionError):
 
 
 def expect(holds: bool, rule: str) -> None:
-    """Raise `Nonsense` with the rule that does not hold."""
+    """Raise `Nonsense` with the broken rule unless ``holds``."""
     if not holds:
         raise Nonsense(rule)
 
@@ -122,6 +123,7 @@ def _read_schedule(data: Any) -> None:
 
 
 def _read_section(data: Any) -> None:
+    """Read a section, and check its invariants."""
     if not isinstance(data, dict):
         raise ConfigError("a DeepSpeed configuration is an object.")
     section, training = section_of(data), read_training_facts(data)
@@ -149,6 +151,7 @@ def _read_cluster(data: Any) -> None:
 
 
 def _read_model(data: Any) -> None:
+    """Read a model, and check its invariants."""
     model = model_from_config(data, "m")
     for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size", "vocab_size"):
         value = getattr(model, name)
@@ -170,7 +173,7 @@ def _read_cache(data: Any) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of input: an example, what reads it, and whether that names keys."""
+    """A kind of input: an example, its reader, and whether errors name keys."""
 
     example: Any
     read: Callable[[Any], None]
@@ -189,6 +192,7 @@ KINDS = {
 
 
 def check_plan(plan: Plan) -> None:
+    """Check the invariants of a plan."""
     ranks = plan.ranks
     expect(len(set(ranks)) == len(ranks), "every rank has one place")
     expect(all(0 <= rank <= 10**6 for rank in ranks), "ranks are ranks")

@@ -1,4 +1,4 @@
-"""Changes of sound input: at one place of the content, or of its text."""
+"""Mutations of valid input: at one place of its content, or of its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server imports from which invocations of the command line are forked."""
+"""Modules that the server imports from which invocations of the command line are forked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations of one kind of input through its reader, in this process."""
+"""Feed mutations of one kind of input to its reader, in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_MESSAGE = 3_000  # characters
 
 
 class Hang(BaseException):
-    """Reading took more than `CPU_LIMIT_S` of CPU time."""
+    """A reader took more than `CPU_LIMIT_S` of CPU time."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every mutation was refused clearly or made sense."""
+        """Whether every mutation ended in a clear error or a valid value."""
         return not self.faults
 
     def count_named(self, message: str, names: Sequence[str]) -> None:
-        """Count the clear error of a single mutation by whether its message has one of the mutated keys."""
+        """Count a clear error after a single mutation, by whether its message has one of the mutated keys."""
         self.single += 1
         if names_one_of(message, names):
             self.named += 1
@@ -61,34 +61,34 @@ def fuzz(kind: Kind, count: int, rng: random.Random) -> Tally:
         for _ in range(changes):
             if any(places(content)) and isinstance(content, (dict, list)) and content:
                 content, names = mutate(content, rng, as_object)
-        given: Any = content
+        input_value: Any = content
         if not as_object:
             try:
-                given = json.dumps(content)
+                input_value = json.dumps(content)
             except RecursionError:
-                given = "[" * 100_000
+                input_value = "[" * 100_000
             if rng.random() < 0.15:
-                given, names = tear(given, rng), ()
-        outcome, message = _outcome(kind, given)
+                input_value, names = tear(input_value, rng), ()
+        outcome, message = _outcome(kind, input_value)
         tally.outcomes[outcome] += 1
         if outcome in ("traceback", "hang", "nonsense"):
-            tally.faults.append(f"{message}\n  of {repr(given)[:300]}")
+            tally.faults.append(f"{message}\n  of {repr(input_value)[:300]}")
         if outcome == "clear error" and changes == 1 and names and kind.names_keys:
             tally.count_named(message, names)
     return tally
 
 
 def names_one_of(message: str, names: Sequence[str]) -> bool:
-    """Whether a message has one of these keys, as it is or with escapes."""
+    """Return whether a message has one of these keys, as it is or escaped."""
     return any(name in message or ascii(name)[1:-1] in message for name in names)
 
 
-def _outcome(kind: Kind, given: Any) -> tuple[str, str]:
+def _outcome(kind: Kind, input_value: Any) -> tuple[str, str]:
     try:
         with _cpu_limit(CPU_LIMIT_S):
-            if isinstance(given, str) and kind.names_keys:
-                given = parse(given, "input", ConfigError)
-            kind.read(given)
+            if isinstance(input_value, str) and kind.names_keys:
+                input_value = parse(input_value, "input", ConfigError)
+            kind.read(input_value)
     except HeteroError as error:
         return (
             ("clear error", str(error)) if len(str(error)) < LONGEST_MESSAGE else ("traceback", "a message without end")

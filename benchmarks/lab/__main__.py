@@ -1,4 +1,4 @@
-"""The lab's tables; see `benchmarks.lab`."""
+"""Run the lab's commands; see `benchmarks.lab`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.measure.results import FOLDER, header, progress, write
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     table = TABLES[options.table]
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--quick", action="store_true", help="the cases that matter most, in less than five minutes")
     common.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")

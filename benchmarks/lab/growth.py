@@ -1,7 +1,8 @@
-"""How time and traffic grow with ranks and tokens, uniform and planned, on two unequal nodes with a slow link.
+"""Measure how time and traffic grow with ranks and tokens, uniform and planned, on two unequal nodes with a slow link.
 
-One attention layer, forward and backward. Bytes are the payload that all ranks together hand to torch's communication
-operators for other ranks, per token of the sequence, and what crosses the links between the nodes, headers included.
+One attention layer runs, forward and backward. Counted are the payload bytes that all ranks together give to torch's
+communication operators for other ranks, per token of the sequence, and the bytes on the links between the nodes, with
+headers.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _WARM_UP_TOKENS = 512
 
 @dataclass(frozen=True)
 class GrowthPlan:
-    """What is measured on one number of ranks.
+    """The measurements of one number of ranks.
 
     Args:
-        tokens: ascending.
+        tokens: sequence lengths, ascending.
         shape: of the layer.
-        max_rounds: turns of every contender; ``budget_s`` of one length, after which no further round begins.
+        max_rounds: turns of every contender at most.
+        budget_s: seconds of one length after which no further round begins.
     """
 
     tokens: tuple[int, ...]
@@ -45,7 +47,10 @@ class GrowthPlan:
 
 
 def grown(num_ranks: int) -> EmulatedCluster:
-    """Ranks of speeds n, n - 1, ... 1 in two nodes, the faster half in the first; a core and a half in all."""
+    """Return ranks of speeds n, n - 1, ...
+
+    1 in two nodes, the faster half in the first, with a core and a half in all.
+    """
     speeds = [float(num_ranks - rank) for rank in range(num_ranks)]
     half = num_ranks // 2
     nodes = tuple(
@@ -56,14 +61,14 @@ def grown(num_ranks: int) -> EmulatedCluster:
 
 
 def measure(lab: RankLab, plan: GrowthPlan) -> dict[str, Any]:
-    """All lengths on one number of ranks; this rank's view."""
+    """Measure all lengths on one number of ranks; return the results of this rank."""
     lab.report(0, f"{dist.get_world_size()} ranks: profiling")
     profiled = profile_ranks(lab)
     profile_cores = min(max(lab.cluster.cores), 1.2 / dist.get_world_size())
     cluster = scaled(profiled, [cores / profile_cores for cores in lab.cluster.cores])
-    found: dict[str, Any] = {"cases": [], "text": lab.describe(), **lab.to_dict()}
-    for done, tokens in enumerate(plan.tokens, start=1):
-        lab.report(done / (1 + len(plan.tokens)), f"{dist.get_world_size()} ranks, {tokens} tokens")
+    result: dict[str, Any] = {"cases": [], "text": lab.describe(), **lab.to_dict()}
+    for num_done, tokens in enumerate(plan.tokens, start=1):
+        lab.report(num_done / (1 + len(plan.tokens)), f"{dist.get_world_size()} ranks, {tokens} tokens")
         engines = {name: _contender(name, plan.shape, tokens, cluster) for name in CONTENDERS}
         layers = {name: engine.layer(plan.shape, tokens) for name, engine in engines.items()}
         traffic = {}
@@ -71,13 +76,16 @@ def measure(lab: RankLab, plan: GrowthPlan) -> dict[str, Any]:
             engines[name].layer(plan.shape, _WARM_UP_TOKENS)()
             dist.barrier()
             before = sent_by_device()
-            with Traffic() as counted:
+            with Traffic() as counter:
                 layer()
             dist.barrier()
-            traffic[name] = {"payload_bytes": sum(counted.sent_bytes.values()), "node_bytes": sent_by_device() - before}
+            traffic[name] = {
+                "payload_bytes": sum(counter.sent_bytes.values()),
+                "node_bytes": sent_by_device() - before,
+            }
         turns = take_turns(layers, plan.max_rounds, plan.budget_s, lab.own_pids)
-        found["cases"].append({"tokens": tokens, "traffic": traffic, **asdict(turns)})
-    return found
+        result["cases"].append({"tokens": tokens, "traffic": traffic, **asdict(turns)})
+    return result
 
 
 def _contender(name: str, shape: Shape, tokens: int, cluster: Any) -> Contender:
@@ -90,13 +98,13 @@ def _contender(name: str, shape: Shape, tokens: int, cluster: Any) -> Contender:
 
 
 def summarize(by_rank: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per contender and length, from the views of all ranks."""
+    """Return one row per contender and length from the results of all ranks."""
     rows = []
     speeds = by_rank[0]["cluster"]["speeds"]
     node_of_rank = [index for index, node in enumerate(by_rank[0]["cluster"]["nodes"]) for _ in node["speeds"]]
     first_ranks = [node_of_rank.index(node) for node in sorted(set(node_of_rank))]
     for index, case in enumerate(by_rank[0]["cases"]):
-        views = [found["cases"][index]["traffic"] for found in by_rank]
+        views = [rank_result["cases"][index]["traffic"] for rank_result in by_rank]
         for name in CONTENDERS:
             seconds = median(case["seconds"][name])
             payload = sum(view[name]["payload_bytes"] for view in views)

@@ -56,19 +56,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = _parser().parse_args(arguments)
     cluster = read_cluster(options.cluster)
     for lock in remove_abandoned_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())):
         print(f"removed {lock}: a rank was killed there, and DeepSpeed would wait for it without end", file=sys.stderr)
     with emulate(cluster, speed_methods=options.speed, network_methods=options.network) as emulated:
         print(f"emulated links: {emulated.settings.network}", file=sys.stderr)
-        with mps() as (clients, said):
-            print(f"GPU: {said}", file=sys.stderr)
+        with mps() as (clients, mps_text):
+            print(f"GPU: {mps_text}", file=sys.stderr)
             return _run(_commands(options.command, cluster, emulated, options.verify, clients))
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lab.launch",
         description=__doc__,
@@ -89,7 +90,7 @@ def _commands(
     verify: bool,
     clients: Mapping[str, str] | None,
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """(words, environment) of every process to start."""
+    """Return (words, environment) of every process to start."""
     port = str(free_port())
     master = emulated.network.nodes[0].address
     settings = {
@@ -112,7 +113,7 @@ def _commands(
         "MASTER_ADDR": master,
         "MASTER_PORT": port,
     }
-    found = []
+    commands = []
     world, first = len(cluster.speeds), 0
     for index, node in enumerate(cluster.nodes):
         place = emulated.network.nodes[index]
@@ -121,24 +122,24 @@ def _commands(
         values = {"nodes": len(cluster.nodes), "node": index, "ranks": len(node.speeds), "world": world}
         filled = [_fill(word, values | {"master": master, "port": port}) for word in command]
         if any(name in word for word in command for name in _PER_NODE):
-            found.append(([*enter, *filled], environment))
+            commands.append(([*enter, *filled], environment))
         else:
             for local in range(len(node.speeds)):
-                mine = {"RANK": str(first + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
-                found.append(([*enter, *filled], environment | mine))
+                rank_variables = {"RANK": str(first + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
+                commands.append(([*enter, *filled], environment | rank_variables))
         first += len(node.speeds)
-    return found
+    return commands
 
 
 def _fill(word: str, values: Mapping[str, object]) -> str:
-    """Names in braces replaced, anything else in braces left alone: JSON may be among the words."""
+    """Replace known names in braces; leave other braces alone, because words may be JSON."""
     for name, value in values.items():
         word = word.replace("{" + name + "}", str(value))
     return word
 
 
 def _run(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
-    """Start all, wait for all; when one fails or Ctrl-C is pressed, end the others."""
+    """Start all commands and wait for them; when one fails or at Ctrl-C, end the others."""
     processes = []
     try:
         for words, environment in commands:
@@ -158,12 +159,12 @@ def _run(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
 
 
 def _die_with_us() -> None:
-    """In the child: SIGTERM when this process is gone, so that launchers end their own children."""
+    """In the child: request a SIGTERM for the time when this process ends, so that launchers end their children."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to the process groups of what still runs, SIGKILL to what then remains."""
+    """Send SIGTERM to the process groups that still run, later SIGKILL to those that remain."""
     for number, grace_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
         give_up = time.monotonic() + grace_s
         running = [process for process in processes if process.poll() is None]

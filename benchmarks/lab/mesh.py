@@ -1,4 +1,4 @@
-"""Four ranks in two unequal nodes with a slow link between them: everybody's tokens per second.
+"""Measure the tokens per second of all contenders on four ranks in two unequal nodes with a slow link.
 
     stock          DeepSpeed Ulysses
     torch-ring     torch's ring attention
@@ -7,9 +7,9 @@
     pairs          this engine, the best two groups of two: heads by speed inside a group, tokens by speed between them
     plan           this engine, the planner's schedule
 
-One attention layer (forward and backward) and whole training steps of a small Llama with grouped heads, all contenders
-by turns in the same processes. The bound is the time of rank 0 alone with the whole sequence, times its share of the
-sum of speeds.
+One attention layer (forward and backward) and whole training steps of a small Llama with grouped heads run alternately
+in the same processes. The bound is the time of rank 0 alone with the whole sequence, times its share of the sum of
+speeds.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class MeshCase:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What is measured.
+    """The cases to measure.
 
     Args:
-        cases: in this order; the steps after the layers, because stock stays registered.
+        cases: in this order; steps come after layers, because stock stays registered.
         shape: of the model.
-        max_rounds: turns of every contender.
-        budget_s: of one case, after which no further round begins.
+        max_rounds: turns of every contender at most.
+        budget_s: seconds of one case after which no further round begins.
     """
 
     cases: tuple[MeshCase, ...]
@@ -69,30 +69,30 @@ class MeshPlan:
 
 
 def measure(lab: RankLab, plan: MeshPlan) -> dict[str, Any]:
-    """Everything, on one rank; rank 0's answer is complete."""
+    """Measure all cases on this rank; the result of rank 0 is complete."""
     lab.report(0, "profiling")
     profiled = profile_ranks(lab)
     profile_cores = min(max(lab.cluster.cores), 1.2 / dist.get_world_size())
     total = sum(lab.cluster.cores)
-    found: dict[str, Any] = {"cases": [], "emulation": []}
+    result: dict[str, Any] = {"cases": [], "emulation": []}
     layers, steps = _Layers(plan), _Steps(plan)
     speeds: tuple[float, ...] = ()
-    for done, case in enumerate(plan.cases):
-        lab.report((1 + done) / (1 + len(plan.cases)), f"{case.scope}, {case.tokens} tokens, speeds {case.speeds}")
+    for num_done, case in enumerate(plan.cases):
+        lab.report((1 + num_done) / (1 + len(plan.cases)), f"{case.scope}, {case.tokens} tokens, speeds {case.speeds}")
         if case.speeds != speeds:
             speeds = case.speeds
             cores = [total * speed / sum(speeds) for speed in speeds]
             lab.set_speeds(cores)
-            found["emulation"].append({"speeds": speeds, "text": lab.describe(), **lab.to_dict()})
+            result["emulation"].append({"speeds": speeds, "text": lab.describe(), **lab.to_dict()})
         cluster = scaled(profiled, [share / profile_cores for share in cores])
         cost = cost_model(cluster, plan.shape, case.tokens)
         schedules = {name: _schedule(name, cost, speeds) for name in case.contenders if name not in _PEERS}
         actions = (layers if case.scope == LAYER else steps).actions(case, schedules)
         turns = take_turns(actions, plan.max_rounds, plan.budget_s, lab.own_pids)
-        found["cases"].append(
+        result["cases"].append(
             asdict(case) | asdict(turns) | {"schedules": {name: s.to_dict() for name, s in schedules.items()}}
         )
-    return found
+    return result
 
 
 def _schedule(name: str, cost: CostModel, speeds: Sequence[float]) -> Schedule:
@@ -105,9 +105,9 @@ def _schedule(name: str, cost: CostModel, speeds: Sequence[float]) -> Schedule:
 
 
 def best_pairs(cost: CostModel, speeds: Sequence[float]) -> Schedule:
-    """Of all ways to make two groups of two of four ranks and to cut their heads, the one that is predicted fastest.
+    """Return the predicted fastest schedule of two groups of two ranks, over all pairings and all divisions of heads.
 
-    Groups have tokens by the speed that their head cut leaves them, and share them by speed.
+    Groups share tokens by the speed that their division of heads allows; ranks of a group by their speeds.
     """
     heads = cost.model.num_heads
     pairings = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
@@ -116,9 +116,9 @@ def best_pairs(cost: CostModel, speeds: Sequence[float]) -> Schedule:
         groups = []
         for ranks, cut in zip(pairing, cuts, strict=True):
             by_rank = (cut, heads - cut)
-            speed = min(speeds[rank] * heads / held for rank, held in zip(ranks, by_rank, strict=True))
-            own = sum(speeds[rank] for rank in ranks)
-            tokens = tuple(speed * speeds[rank] / own for rank in ranks)
+            speed = min(speeds[rank] * heads / num_heads for rank, num_heads in zip(ranks, by_rank, strict=True))
+            group_speed = sum(speeds[rank] for rank in ranks)
+            tokens = tuple(speed * speeds[rank] / group_speed for rank in ranks)
             groups.append(Group(ranks=ranks, tokens=tokens, heads=by_rank))
         candidates.append(Schedule(num_heads=heads, num_kv_heads=cost.model.num_kv_heads, groups=tuple(groups)))
     return min(candidates, key=lambda schedule: cost.predict(schedule).iteration_s)
@@ -131,7 +131,7 @@ class _Layers:
         self._shape = plan.shape
 
     def actions(self, case: MeshCase, schedules: Mapping[str, Schedule]) -> dict[str, Callable[[], object]]:
-        """Calls that are timed, by name."""
+        """Return the calls to time, by name."""
         actions: dict[str, Callable[[], object]] = {}
         for name in case.contenders:
             make = partial(make_contender, name) if name in _PEERS else partial(make_engine, name, schedules[name])
@@ -142,7 +142,7 @@ class _Layers:
 
 
 class _Steps:
-    """Models and engines, made once: stock can be registered only once in a process."""
+    """Models and engines, made once, because stock can be registered only once per process."""
 
     def __init__(self, plan: MeshPlan) -> None:
         self._shape = plan.shape
@@ -150,7 +150,7 @@ class _Steps:
         self._made: dict[str | Schedule, Callable[[int], float]] = {}
 
     def actions(self, case: MeshCase, schedules: Mapping[str, Schedule]) -> dict[str, Callable[[], object]]:
-        """Calls that are timed, by name."""
+        """Return the calls to time, by name."""
         actions: dict[str, Callable[[], object]] = {}
         for name in case.contenders:
             actions[name] = partial(self._step(schedules.get(name, name)), case.tokens)
@@ -176,7 +176,7 @@ class _Steps:
 
 
 def summarize(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per contender and case."""
+    """Return one row per contender and case."""
     rows = []
     for case in cases:
         medians = {name: median(seconds) for name, seconds in case["seconds"].items()}

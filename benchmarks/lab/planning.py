@@ -1,7 +1,7 @@
-"""What the planner may know of an emulated cluster, and the schedules of all strategies for it.
+"""The planner's knowledge of an emulated cluster, and the schedules of all strategies for it.
 
-Ranks are profiled at equal speed; an emulated slow rank is the same device with its rates scaled down. That is what it
-is, and the planner then sees exactly the speeds that were asked for.
+Ranks are profiled at equal speed. An emulated slow rank is the same device with lower rates, so its profile is scaled
+down: the planner gets exactly the requested speeds.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.published.interface import ProfileTable
+from ds_hetero.planner.published.profile_table import ProfileTable
 from ds_hetero.runtime.attention.kernels import Band, Scores, select
 
-_MOST_CORES = 1.2  # of all ranks together while they are profiled
+_MAX_CORES = 1.2  # of all ranks together while they are profiled
 _TABLE_S = 0.3  # of one entry of the table
 
 
 def profile_ranks(lab: RankLab, window_s: float = 0.1) -> Cluster:
-    """Profile the live ranks at one speed for all; speeds are as before afterwards. Caller: every rank.
+    """Profile the live ranks at the same speed; afterwards they have their former speeds. Caller: every rank.
 
     Args:
         lab: of this rank.
@@ -42,11 +42,11 @@ def profile_ranks(lab: RankLab, window_s: float = 0.1) -> Cluster:
 
 
 def profile_machine(lab: RankLab, window_s: float) -> tuple[Cluster, float]:
-    """The same, and the products a second that a rank computed meanwhile, see `product_rate`. Caller: every rank."""
+    """Profile the live ranks, and measure their matmul rate meanwhile, see `product_rate`. Caller: every rank."""
     from ds_hetero.profiler.kernel_probe import profile_ranks
 
     count = dist.get_world_size()
-    lab.change_speed(min(max(lab.cluster.cores), _MOST_CORES / count))
+    lab.change_speed(min(max(lab.cluster.cores), _MAX_CORES / count))
     dist.barrier()
     content = profile_ranks(window_s=window_s, show_progress=False)
     lab.set_speeds(lab.cluster.cores)
@@ -55,7 +55,7 @@ def profile_machine(lab: RankLab, window_s: float) -> tuple[Cluster, float]:
 
 
 def product_rate(window_s: float) -> float:
-    """Operations per second of this rank in the product that profiles repeat: how fast the machine is just now.
+    """Return this rank's FLOPs per second in the matmul that profiles repeat, which says how fast the machine is now.
 
     Caller: every rank, at the same moment.
     """
@@ -65,7 +65,7 @@ def product_rate(window_s: float) -> float:
 
 
 def scaled(profiled: Cluster, speeds: Sequence[float]) -> Cluster:
-    """The cluster with every rank at ``speeds[rank]`` of the typical rank's profile."""
+    """Return the cluster with every rank at ``speeds[rank]`` times the typical rank's profile."""
     typical = sorted(profiled.devices, key=_attention_rate)[len(profiled.devices) // 2]
     rest = iter(speeds)
     nodes = tuple(
@@ -79,7 +79,7 @@ def _attention_rate(device: DeviceSpec) -> float:
 
 
 def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
-    known = device.efficiency
+    efficiency = device.efficiency
     return replace(
         device,
         name=f"{device.name} at {speed:g}",
@@ -87,31 +87,31 @@ def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
         memory_bytes_per_s=device.memory_bytes_per_s * speed,
         attention_s=tuple((tokens, seconds / speed) for tokens, seconds in device.attention_s),
         efficiency=replace(
-            known,
-            kernel_overhead_s=known.kernel_overhead_s / speed,
-            attention_overhead_s=known.attention_overhead_s / speed,
-            message_overhead_s=known.message_overhead_s / speed,
+            efficiency,
+            kernel_overhead_s=efficiency.kernel_overhead_s / speed,
+            attention_overhead_s=efficiency.attention_overhead_s / speed,
+            message_overhead_s=efficiency.message_overhead_s / speed,
         ),
     )
 
 
 def model_of(shape: Shape) -> ModelSpec:
-    """The model of `benchmarks.measure.training`, as the planner sees it."""
+    """Return the model of `benchmarks.measure.training` in the planner."""
     return load_model(config_of(shape))
 
 
 def cost_model(cluster: Cluster, shape: Shape, tokens: int) -> CostModel:
-    """The calibrated cost model of a step as the lab runs it: fp32, ZeRO-1, no checkpointing."""
+    """Return the calibrated cost model of a step of the lab: fp32, ZeRO-1, no checkpointing."""
     work = replace(workload(tokens), micro_batch=shape.batch_size)
     return make_cost_model("calibrated", cluster, model_of(shape), work)
 
 
 def measure_table(lab: RankLab, shape: Shape, lengths: Sequence[int], fractions: Sequence[float]) -> ProfileTable:
-    """The hetero-ring paper's table: rank 0 runs causal attention alone, at every length and every throttle setting.
+    """Measure the hetero-ring paper's table: rank 0 runs causal attention alone, at every length and speed.
 
     Caller: every rank; the others wait.
     """
-    found: list[ProfileTable | None] = [None]
+    tables: list[ProfileTable | None] = [None]
     if dist.get_rank() == 0:
         fastest = lab.cluster.fastest_cores
         columns = []
@@ -120,13 +120,14 @@ def measure_table(lab: RankLab, shape: Shape, lengths: Sequence[int], fractions:
             columns.append([_attention_s(shape, length) for length in lengths])
         lab.change_speed(fastest)
         rows = tuple(tuple(row) for row in zip(*columns, strict=True))
-        found = [ProfileTable(lengths=tuple(lengths), speeds=tuple(sorted(fractions)), seconds=rows)]
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    return found[0]
+        tables = [ProfileTable(lengths=tuple(lengths), speeds=tuple(sorted(fractions)), seconds=rows)]
+    dist.broadcast_object_list(tables, src=0)
+    assert tables[0] is not None
+    return tables[0]
 
 
 def _attention_s(shape: Shape, length: int) -> float:
+    """Return the seconds of causal attention of one length."""
     kernel = select(torch.device("cpu"), torch.float32, shape.head_dim, None, None)
     q, k, v = (
         torch.randn(shape.batch_size, heads, length, shape.head_dim)

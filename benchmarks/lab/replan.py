@@ -1,12 +1,13 @@
-"""A rank slows down in the middle of a run: how soon the job has adapted, and what watching costs if nothing happens.
+"""Slow a rank down during a run: how soon does the job adapt, and what do observations cost if nothing happens?
 
-Two ranks train a small Llama; from one step on the second runs at 40 % of its speed, and nobody tells. Three engines:
+Two ranks train a small Llama; from one step on the second runs at 40 % of its speed, without notice. There are three
+engines:
 
     fixed      an even schedule that stays
     replanned  starts even, with ``"replan": {"enabled": true}``
     optimum    tokens by the new speeds, measured after the slowdown
 
-Before that, fixed and replanned take steps by turns without any disturbance: the difference is what watching costs.
+Before that, fixed and replanned take undisturbed steps alternately: the difference is the cost of observations.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _COMPARED_STEPS = 7
 
 @dataclass(frozen=True)
 class ReplanPlan:
-    """What is measured.
+    """The measurement.
 
     Args:
         tokens: of a sequence.
         shape: of the model.
-        calm_steps: of both engines by turns, undisturbed.
+        calm_steps: undisturbed alternating steps of both engines.
         before, after: steps of the replanned engine before and after the slowdown.
         interval_steps, min_gain: of the section.
     """
@@ -52,11 +53,11 @@ class ReplanPlan:
 
 
 def measure(lab: RankLab, plan: ReplanPlan) -> dict[str, Any]:
-    """Everything, on one rank."""
+    """Measure everything on this rank."""
     from benchmarks.measure.training import make_loaded_step
 
     heads = (plan.shape.num_heads, plan.shape.num_kv_heads)
-    found: dict[str, Any] = {"text": lab.describe(), **lab.to_dict()}
+    result: dict[str, Any] = {"text": lab.describe(), **lab.to_dict()}
     section = {"enabled": True, "interval_steps": plan.interval_steps, "min_gain": plan.min_gain}
     even, adapted = ring(2, *heads), proportional((1.0, SLOWED_TO), *heads)
     fixed, _ = make_loaded_step(even, plan.shape, plan.tokens, {"enabled": False})
@@ -67,7 +68,7 @@ def measure(lab: RankLab, plan: ReplanPlan) -> dict[str, Any]:
             step()
     lab.report(0.05, "undisturbed, by turns")
     calm = _by_turns({"fixed": fixed, "watched": watched}, plan.calm_steps)
-    found |= {"calm": calm, "calm_switches": len(handle.schedule_changes)}
+    result |= {"calm": calm, "calm_switches": len(handle.schedule_changes)}
     lab.report(0.45, "before the slowdown")
     seconds = [_slowest_s(watched) for _ in range(plan.before)]
     lab.report(0.5, f"second rank at {SLOWED_TO:.0%}")
@@ -75,18 +76,18 @@ def measure(lab: RankLab, plan: ReplanPlan) -> dict[str, Any]:
         lab.change_speed(lab.cluster.cores[1] * SLOWED_TO)
     steps_so_far = _WARM_UPS + plan.calm_steps + plan.before
     seconds += [_slowest_s(watched) for _ in range(plan.after)]
-    found |= {
+    result |= {
         "seconds": seconds,
         "slowed_at": plan.before,
         "switched_at": [change.step - steps_so_far for change in handle.schedule_changes],
         "split": list(handle.schedule.tokens(plan.tokens).values()),
     }
     lab.report(0.85, "the optimum for the new speeds, and no change at all")
-    return found | {"slow": _by_turns({"optimum": optimum, "fixed": fixed, "watched": watched}, _COMPARED_STEPS)}
+    return result | {"slow": _by_turns({"optimum": optimum, "fixed": fixed, "watched": watched}, _COMPARED_STEPS)}
 
 
 def _by_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, by engine and round; every second round the other way round."""
+    """Return seconds of the slowest rank by engine and round; every second round runs in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name in reversed(list(steps)) if number % 2 else list(steps):
@@ -103,14 +104,14 @@ def _slowest_s(step: Callable[[], object]) -> float:
 # --- from times to rows -----------------------------------------------------------------------------
 
 
-def summarize(found: Mapping[str, Any], tokens: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """One row per step of the disturbed run, and what came of both runs.
+def summarize(measured: Mapping[str, Any], tokens: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return one row per step of the disturbed run, and the results of both runs.
 
     A step's share of the optimum is the optimum's median time over its own. The job has recovered at the first step
-    from which on the median of the five steps around every step stays at nine tenths of the optimum.
+    after which the median of five steps around every step stays at nine tenths of the optimum.
     """
-    optimum_s = median(found["slow"]["optimum"])
-    slowed_at, seconds = found["slowed_at"], found["seconds"]
+    optimum_s = median(measured["slow"]["optimum"])
+    slowed_at, seconds = measured["slowed_at"], measured["seconds"]
     rows = [
         {
             "step": number - slowed_at,
@@ -124,14 +125,16 @@ def summarize(found: Mapping[str, Any], tokens: int) -> tuple[list[dict[str, Any
     smooth = [median(after[i : i + 5]) for i in range(len(after) - 4)]
     late = [i for i, step_s in enumerate(smooth) if optimum_s / step_s < RECOVERED]
     recovered = late[-1] + 1 + 2 if late else 0  # the middle of the first five that are good
-    ratios = [watched / fixed for watched, fixed in zip(found["calm"]["watched"], found["calm"]["fixed"], strict=True)]
+    ratios = [
+        watched / fixed for watched, fixed in zip(measured["calm"]["watched"], measured["calm"]["fixed"], strict=True)
+    ]
     return rows, {
         "recovered_after_steps": recovered if recovered < len(smooth) + 2 else None,
-        "of_optimum_at_end": optimum_s / median(found["slow"]["watched"]),
-        "gain_over_fixed": median(found["slow"]["fixed"]) / median(found["slow"]["watched"]),
-        "switched_at": found["switched_at"],
-        "split": found["split"],
+        "of_optimum_at_end": optimum_s / median(measured["slow"]["watched"]),
+        "gain_over_fixed": median(measured["slow"]["fixed"]) / median(measured["slow"]["watched"]),
+        "switched_at": measured["switched_at"],
+        "split": measured["split"],
         "undisturbed_steps": len(ratios),
-        "undisturbed_switches": found["calm_switches"],
+        "undisturbed_switches": measured["calm_switches"],
         "undisturbed_cost": median(ratios) - 1,
     }

@@ -1,11 +1,11 @@
-"""Two ranks, the second slowed down: what each strategy of the hetero-ring paper costs, and what a planned one does.
+"""Slow the second of two ranks down: the cost of each strategy of the hetero-ring paper, and of a planned schedule.
 
     even           half of the tokens each
     proportional   tokens in proportion to the known speeds
     lut, formula   from times that rank 0 measured at every length and throttle setting
     plan           the planner's schedule, from a profile of the ranks
 
-One attention layer, forward alone (prefill) and forward and backward (step), causal, float32. For every case:
+One attention layer runs, forward alone (prefill) and forward and backward (step), causal, float32. For every case:
 
     slowdown                   latency / latency of the even split on two equal ranks
     speedup                    latency of the even split on the same ranks / latency
@@ -47,7 +47,7 @@ _WARM_UP_TOKENS = 512
 
 @dataclass(frozen=True)
 class RingCase:
-    """Lengths and scopes that are measured at some fractions, with ``max_rounds`` turns of every strategy."""
+    """Lengths and scopes to measure at some fractions, with at most ``max_rounds`` turns of every strategy."""
 
     fractions: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -57,12 +57,12 @@ class RingCase:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What is measured.
+    """The cases to measure.
 
     Args:
         cases: in this order.
         shape: of the layer.
-        budget_s: of one case, after which no further round begins.
+        budget_s: seconds of one case after which no further round begins.
     """
 
     cases: tuple[RingCase, ...]
@@ -71,24 +71,24 @@ class RingPlan:
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """All, the largest first: equal speeds are what slowdowns refer to."""
+        """All fractions, the largest first: slowdowns refer to equal speeds."""
         return tuple(sorted({f for case in self.cases for f in case.fractions}, reverse=True))
 
 
 def measure(lab: RankLab, plan: RingPlan) -> dict[str, Any]:
-    """Everything, on one rank; rank 0's answer is complete."""
+    """Measure all cases on this rank; the result of rank 0 is complete."""
     steps = 1 + len(plan.fractions)
     lab.report(0, "profiling")
     profiled = profile_ranks(lab)
     table = measure_table(lab, plan.shape, _TABLE_LENGTHS, plan.fractions)
     fastest = lab.cluster.fastest_cores
-    found: dict[str, Any] = {"cases": [], "speeds": [], "table": asdict(table)}
-    for done, fraction in enumerate(plan.fractions, start=1):
+    result: dict[str, Any] = {"cases": [], "speeds": [], "table": asdict(table)}
+    for num_done, fraction in enumerate(plan.fractions, start=1):
         lab.set_speeds(pair(fraction).cores)
-        found["speeds"].append({"slow_fraction": fraction, "text": lab.describe(), **lab.to_dict()})
+        result["speeds"].append({"slow_fraction": fraction, "text": lab.describe(), **lab.to_dict()})
         cluster = scaled(profiled, [cores / _profile_cores(fastest) for cores in pair(fraction).cores])
         for tokens, scopes, max_rounds in _lengths(plan, fraction):
-            lab.report(done / steps, f"second rank at {fraction:.0%}, {tokens} tokens")
+            lab.report(num_done / steps, f"second rank at {fraction:.0%}, {tokens} tokens")
             cost = cost_model(cluster, plan.shape, tokens)
             schedules = {name: strategy(name, cost, table) for name in STRATEGIES}
             engines = {name: make_engine(name, schedule, plan.shape) for name, schedule in schedules.items()}
@@ -99,7 +99,7 @@ def measure(lab: RankLab, plan: RingPlan) -> dict[str, Any]:
                 actions = {name: _action(layer, scope) for name, layer in layers.items()}
                 actions[_ALONE] = bound_action(plan.shape, tokens, scope == STEP)
                 turns = take_turns(actions, max_rounds, plan.budget_s, lab.own_pids)
-                found["cases"].append(
+                result["cases"].append(
                     {
                         "slow_fraction": fraction,
                         "tokens": tokens,
@@ -108,7 +108,7 @@ def measure(lab: RankLab, plan: RingPlan) -> dict[str, Any]:
                         **asdict(turns),
                     }
                 )
-    return found
+    return result
 
 
 def _profile_cores(fastest: float) -> float:
@@ -125,7 +125,10 @@ def _action(layer: Layer, scope: str) -> Callable[[], object]:
 
 
 def bound_action(shape: Shape, tokens: int, with_backward: bool) -> Callable[[], object]:
-    """The whole layer on rank 0 with one kernel call per pass; the other ranks do nothing."""
+    """Return an action that runs the whole layer on rank 0 with one kernel call per pass.
+
+    The other ranks do nothing.
+    """
     if dist.get_rank() != 0:
         return lambda: None
     kernel = select(torch.device("cpu"), torch.float32, shape.head_dim, None, None)
@@ -147,7 +150,7 @@ def bound_action(shape: Shape, tokens: int, with_backward: bool) -> Callable[[],
 
 
 def summarize(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per strategy and case."""
+    """Return one row per strategy and case."""
     homogeneous = {
         (case["tokens"], case["scope"]): _median(case, "even") for case in cases if case["slow_fraction"] == 1.0
     }

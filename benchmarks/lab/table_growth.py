@@ -1,4 +1,4 @@
-"""``python -m benchmarks.lab growth``: what is measured when, and the table."""
+"""The command ``python -m benchmarks.lab growth``: its measurements and its table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GrowthTable:
     help = "step time and bytes on the wire against ranks and tokens, uniform and planned"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        """Numbers of ranks."""
+        """Add the option for numbers of ranks."""
         parser.add_argument("--ranks", type=int, nargs="+", help="default: 2 4 6; with --quick 2 4")
 
     def run(self, options: Namespace, report: Report) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class GrowthTable:
         return {"shape": asdict(shape), "rows": rows, "emulation": emulation}
 
     def show(self, result: dict[str, Any], console: Console) -> None:
-        """One table."""
+        """Print one table."""
         for emulation in result["emulation"]:
             console.print(f"EMULATED, {len(emulation['speeds'])} ranks: {emulation['text']}")
         table = Table(title="one attention layer, forward and backward; two nodes, speeds n : n - 1 : ... : 1")

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.lab mesh``: what is measured when, and the table."""
+"""The command ``python -m benchmarks.lab mesh``: its measurements and its tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MeshTable:
     help = "four ranks in two unequal nodes with a slow link: stock, torch's ring, uniform and uneven schedules"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        """Contenders, scopes and speeds."""
+        """Add the options for contenders, scopes and speeds."""
         parser.add_argument("--contenders", choices=CONTENDERS, nargs="+", help=f"with --quick {' '.join(QUICK)}")
         parser.add_argument("--scopes", choices=(LAYER, STEP), nargs="+", default=[LAYER, STEP])
         parser.add_argument("--speeds", choices=("unequal", "equal"), nargs="+", help="with --quick unequal")
@@ -47,18 +47,18 @@ class MeshTable:
         """See `benchmarks.lab.mesh`."""
         plan = _plan(options)
         with emulate(MESH, speed_methods=options.methods) as emulated:
-            found = emulated.run(measure, plan, on_report=report)[0]
+            measured = emulated.run(measure, plan, on_report=report)[0]
             carried = emulated.network.carried()
         return {
             "shape": asdict(plan.shape),
-            "rows": summarize(found["cases"]),
-            "emulation": found["emulation"],
+            "rows": summarize(measured["cases"]),
+            "emulation": measured["emulation"],
             "relay": carried,
-            "cases": found["cases"],
+            "cases": measured["cases"],
         }
 
     def show(self, result: dict[str, Any], console: Console) -> None:
-        """One table per scope and speeds."""
+        """Print one table per scope and speeds."""
         shape = result["shape"]
         console.print(
             f"EMULATED: two nodes of two ranks of {result['machine']['cpu']}, one kernel thread each; "
@@ -74,6 +74,7 @@ class MeshTable:
 
 
 def _plan(options: Namespace) -> MeshPlan:
+    """Return the plan of the options."""
     tokens = options.tokens or ([8192] if options.quick else [8192, 16384])
     heads = options.heads or 8
     is_hybrid = options.family != "llama"
@@ -93,6 +94,7 @@ def _plan(options: Namespace) -> MeshPlan:
 
 
 def _table(scope: str, speeds: tuple[float, ...], rows: list[dict[str, Any]]) -> Table:
+    """Return the table of one scope and speeds."""
     bound = sum(speeds) / (len(speeds) * min(speeds))
     text = ":".join(f"{speed:g}" for speed in speeds)
     table = Table(title=f"{scope}, speeds {text}: at most {bound:.2f}x over uniform")

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.lab replan``: what is measured, and the table."""
+"""The command ``python -m benchmarks.lab replan``: its measurement and its tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReplanTable:
     help = "a rank slows down in the middle of a run: recovery in steps, and the cost of watching"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        """The section's keys."""
+        """Add the options for keys of the section."""
         parser.add_argument("--interval-steps", type=int, default=5)
         parser.add_argument("--min-gain", type=float, default=0.05)
 
@@ -39,12 +39,12 @@ class ReplanTable:
             min_gain=options.min_gain,
         )
         with emulate(pair(1.0)) as emulated:
-            found = emulated.run(measure, plan, on_report=report)[0]
-        rows, summary = summarize(found, plan.tokens)
-        return {"plan": asdict(plan), "rows": rows, "summary": summary, "found": found}
+            measured = emulated.run(measure, plan, on_report=report)[0]
+        rows, summary = summarize(measured, plan.tokens)
+        return {"plan": asdict(plan), "rows": rows, "summary": summary, "found": measured}
 
     def show(self, result: dict[str, Any], console: Console) -> None:
-        """Steps, then what came of it."""
+        """Print the steps, then the results."""
         console.print(f"EMULATED: {result['found']['text']}")
         table = Table(title=f"the second rank runs at {SLOWED_TO:.0%} from step 0 on")
         for column in ("steps", "tokens/s", "of the optimum"):

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.lab ring``: what is measured when, and the table beside the published figures."""
+"""The command ``python -m benchmarks.lab ring``: its measurements, and its tables with the published figures."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.measure.contenders import Shape
 from benchmarks.measure.ranks import Report
 from benchmarks.measure.statistics import within_bound
 from ds_hetero.planner.published.hetero_ring import fit_formula
-from ds_hetero.planner.published.interface import ProfileTable
+from ds_hetero.planner.published.profile_table import ProfileTable
 
 
 class RingTable:
-    """Two ranks, the second slowed down."""
+    """Two ranks, the second of which is slowed down."""
 
     help = "two ranks, the second slowed down: even, proportional, look-up table, formula and planned splits"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        """Fractions and scopes."""
+        """Add the options for fractions and scopes."""
         parser.add_argument("--fractions", type=float, nargs="+", help="of the second rank; 1 is always measured")
         parser.add_argument("--scopes", choices=(PREFILL, STEP), nargs="+", default=[PREFILL, STEP])
 
@@ -33,19 +33,19 @@ class RingTable:
         """See `benchmarks.lab.ring`."""
         plan = _plan(options)
         with emulate(pair(1.0)) as emulated:
-            found = emulated.run(measure, plan, on_report=report)[0]
+            measured = emulated.run(measure, plan, on_report=report)[0]
         return {
             "shape": asdict(plan.shape),
             "published": PUBLISHED,
-            "rows": summarize(found["cases"]),
-            "emulation": found["speeds"],
-            "profile_table": found["table"],
-            "formula_r_squared": fit_formula(ProfileTable(**found["table"])).r_squared,
-            "cases": found["cases"],
+            "rows": summarize(measured["cases"]),
+            "emulation": measured["speeds"],
+            "profile_table": measured["table"],
+            "formula_r_squared": fit_formula(ProfileTable(**measured["table"])).r_squared,
+            "cases": measured["cases"],
         }
 
     def show(self, result: dict[str, Any], console: Console) -> None:
-        """One table per scope and length."""
+        """Print one table per scope and length."""
         shape = result["shape"]
         console.print(
             f"EMULATED: two ranks of {result['machine']['cpu']}, one kernel thread each; attention of "
@@ -65,6 +65,7 @@ class RingTable:
 
 
 def _plan(options: Namespace) -> RingPlan:
+    """Return the plan of the options."""
     scopes = tuple(options.scopes)
     heads = options.heads or 1
     shape = Shape(num_heads=heads, num_kv_heads=heads, hidden_size=64 * heads, num_layers=1)
@@ -83,6 +84,7 @@ def _plan(options: Namespace) -> RingPlan:
 
 
 def _table(scope: str, tokens: int, rows: list[dict[str, Any]]) -> Table:
+    """Return the table of one scope and length."""
     what = "prefill (forward)" if scope == PREFILL else "training step (forward and backward)"
     table = Table(title=f"{tokens} tokens, {what}: speed-up over even / of the bound (slowdown against equal ranks)")
     table.add_column("second rank at")

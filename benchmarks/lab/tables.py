@@ -1,4 +1,4 @@
-"""The commands by name: their options, what they run, and how they show it."""
+"""The lab's commands by name: their options, measurements and tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from benchmarks.lab.table_growth import GrowthTable
+from benchmarks.lab.table_kept import KeptTable
 from benchmarks.lab.table_mesh import MeshTable
 from benchmarks.lab.table_replan import ReplanTable
 from benchmarks.lab.table_ring import RingTable
@@ -20,18 +21,19 @@ class LabTable(Protocol):
     help: str
 
     def add_options(self, parser: ArgumentParser) -> None:
-        """Options besides the common ones."""
+        """Add options besides the common ones."""
 
     def run(self, options: Namespace, report: Report) -> dict[str, Any]:
-        """Measure; plain data, with ``rows``."""
+        """Measure; return plain data with ``rows``."""
 
     def show(self, result: dict[str, Any], console: Console) -> None:
-        """Tables for people."""
+        """Print the tables."""
 
 
 TABLES: dict[str, LabTable] = {
     "ring": RingTable(),
     "mesh": MeshTable(),
     "growth": GrowthTable(),
+    "kept": KeptTable(),
     "replan": ReplanTable(),
 }

@@ -1,1 +1,1 @@
-"""What the measurements share: ranks, turns, contenders, statistics, the machine, and result files."""
+"""Shared code of the measurements: ranks, turns, contenders, statistics, the machine, and result files."""

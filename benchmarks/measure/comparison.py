@@ -1,4 +1,4 @@
-"""What a rank does: one contest, peer against ours, by turns, over several scopes and lengths."""
+"""Run one contest on a rank: peer and ours alternately, over several scopes and lengths."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LAYER, STEP = "layer", "step"
 
 @dataclass(frozen=True)
 class Plan:
-    """What one set of ranks measures.
+    """The measurements of one set of ranks.
 
     Args:
         contest: key of `CONTESTS`.
-        num_ranks: processes.
-        cases: (scope, tokens), in this order; layers before steps, which leave stock registered.
+        num_ranks: number of processes.
+        cases: (scope, tokens), in this order; layers come before steps, which leave stock registered.
         budget_s: seconds for each case.
-        min_pairs: runs of each contender, however long they take.
+        min_pairs: least number of runs of each contender, however long they take.
         shape: of the attention layer.
     """
 
@@ -38,7 +38,7 @@ class Plan:
 
 
 def measure(rank: int, report: Report, plan: Plan, own_pids: Sequence[int]) -> dict[str, Any]:
-    """``{"cases": an outcome of `alternate` for each, "traffic": {contender: what a layer makes this rank send}}``."""
+    """Return the results of all cases by `alternate` ("cases"), and the bytes of a layer by contender ("traffic")."""
     names = CONTESTS[plan.contest]
     layers = {name: make_contender(name, plan.shape) for name in names}
     traffic = {name: _traffic(layers[name], plan) for name in names}
@@ -75,7 +75,7 @@ def _steps(names: Sequence[str], plan: Plan) -> dict[str, Callable[[int], float]
 
 
 def _traffic(contender: Contender, plan: Plan) -> dict[str, Any]:
-    """Bytes that one layer, forward and backward, makes this rank send."""
+    """Return the bytes that one layer, forward and backward, makes this rank send."""
     tokens = min(tokens for _, tokens in plan.cases)
     layer = contender.layer(plan.shape, tokens)
     layer()  # opens connections
@@ -92,7 +92,10 @@ def _traffic(contender: Contender, plan: Plan) -> dict[str, Any]:
 
 
 def sent_by_device() -> int:
-    """What this node's network device has sent, TCP/IP headers included; without a node, the loopback device."""
+    """Return the bytes that this node's network device has sent, with TCP/IP headers.
+
+    Without a node, the loopback device.
+    """
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")

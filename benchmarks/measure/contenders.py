@@ -1,19 +1,19 @@
-"""Implementations of attention over a sequence that is split evenly over all ranks, behind one call.
+"""Implementations of attention over a sequence that is split evenly over all ranks, with one interface.
 
     stock       DeepSpeed's `UlyssesSPAttentionHF` around transformers' sdpa attention
-    torch-ring  torch's ring attention, the one behind its context_parallel, accelerate's cp and torchtitan
-    ringmaster  Ulysses of axolotl-ringmaster around transformers' sdpa attention; its layers with a state pass states
+    torch-ring  torch's ring attention, which its context_parallel, accelerate's cp and torchtitan use
+    ringmaster  Ulysses of axolotl-ringmaster around transformers' sdpa attention; linear-attention layers pass states
     ulysses     this engine with the uniform schedule "ulysses"
     ring        this engine with the uniform schedule "ring"
 
-Each is called with queries, keys and values as Llama hands them over, [B, heads, s, D] views of [B, s, heads, D], and
-returns [B, s, H * D].
+Each gets queries, keys and values as Llama makes them, [B, heads, s, D] views of [B, s, heads, D], and returns
+[B, s, H * D].
 
-torch's ring: `context_parallel` itself takes CUDA's operators only. The ring beneath, `_templated_ring_attention`, is
-generic in the operator, and is run here with torch's flash operator for CPU, the kernel of all other contenders. Causal
-work is balanced by its own zigzag. Other published rings do not run on a CPU: ring-flash-attn needs flash-attn, and
-yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no backward for it. Nor do
-ringmaster's rings; its gated delta rule asks for the kernels of flash-linear-attention.
+torch's ring: `context_parallel` itself accepts CUDA's operators only. The ring below it, `_templated_ring_attention`,
+is generic in the operator, and runs here with torch's flash operator for CPU, the kernel of all other contenders.
+Causal work is balanced by its own zigzag. Other published rings do not run on a CPU: ring-flash-attn needs flash-attn,
+and yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no backward for it. ringmaster's rings
+do not run either; its gated delta rule needs the kernels of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ CONTESTS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the models; float32. Narrow, so that attention has the share of a step that it has on long sequences.
+    """Shape of the models, in float32.
+
+    It is narrow, so that attention has the share of a step that it has on long sequences.
 
     ``family`` is one of `benchmarks.measure.models.FAMILIES`.
     """
@@ -66,10 +68,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation, set up on this rank.
+    """One implementation on this rank.
 
     Args:
-        positions: length -> positions of this rank's tokens in the sequence.
+        positions: returns for a length the positions of this rank's tokens in the sequence.
         attend: (q, k, v, position_ids [B, s]) -> out.
     """
 
@@ -78,12 +80,12 @@ class Contender:
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def layer(self, shape: Shape, length: int) -> Layer:
-        """One attention layer, forward and backward, on this rank's shard of a sequence that is the same for all."""
+        """Return one attention layer on this rank's shard of a sequence that is the same for all contenders."""
         positions = self.positions(length)
         generator = torch.Generator().manual_seed(0)
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-        whole = [torch.randn(shape.batch_size, length, h, shape.head_dim, generator=generator) for h in heads]
-        q, k, v, dout = (x[:, positions].contiguous().transpose(1, 2) for x in whole)
+        whole_tensors = [torch.randn(shape.batch_size, length, h, shape.head_dim, generator=generator) for h in heads]
+        q, k, v, dout = (x[:, positions].contiguous().transpose(1, 2) for x in whole_tensors)
         return Layer(
             attend=self.attend,
             inputs=(q.requires_grad_(), k.requires_grad_(), v.requires_grad_()),
@@ -94,7 +96,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Layer:
-    """Call it to run forward and backward once; returns the output, the gradients are those of ``inputs``."""
+    """A layer that runs forward and backward when called; it returns the output, and ``inputs`` get the gradients."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     inputs: tuple[Tensor, Tensor, Tensor]
@@ -102,12 +104,12 @@ class Layer:
     position_ids: Tensor
 
     def forward(self) -> Tensor:
-        """Forward alone, as in prefill."""
+        """Run the forward alone, as in prefill."""
         with torch.no_grad():
             return self.attend(*self.inputs, self.position_ids)
 
     def __call__(self) -> Tensor:
-        """Forward and backward."""
+        """Run forward and backward."""
         for x in self.inputs:
             x.grad = None
         out = self.attend(*self.inputs, self.position_ids)
@@ -116,7 +118,7 @@ class Layer:
 
 
 def make_contender(name: str, shape: Shape) -> Contender:
-    """Set one up on this rank; makes process groups, so every rank calls it in the same order."""
+    """Set a contender up on this rank; it makes process groups, so every rank calls it in the same order."""
     makers = {
         "stock": _stock,
         "torch-ring": _torch_ring,
@@ -128,7 +130,10 @@ def make_contender(name: str, shape: Shape) -> Contender:
 
 
 def make_engine(name: str, schedule: Schedule, shape: Shape) -> Contender:
-    """This engine with a schedule for all ranks; makes process groups, so every rank calls it in the same order."""
+    """Set this engine up with a schedule for all ranks.
+
+    It makes process groups, so every rank calls it in the same order.
+    """
     replica = make_replica(Plan.of_replicas([schedule]))
     spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
 
@@ -143,7 +148,7 @@ def make_engine(name: str, schedule: Schedule, shape: Shape) -> Contender:
 
 
 def contiguous_positions(length: int, rank: int, num_ranks: int) -> list[int]:
-    """What rank r holds under stock Ulysses: chunk r of n equal ones."""
+    """Return the positions of rank r under stock Ulysses: chunk r of n equal ones."""
     if length % num_ranks:
         raise ValueError(f"{length} tokens do not make an equal chunk for each of {num_ranks} ranks.")
     chunk = length // num_ranks
@@ -151,7 +156,7 @@ def contiguous_positions(length: int, rank: int, num_ranks: int) -> list[int]:
 
 
 def zigzag_positions(length: int, rank: int, num_ranks: int) -> list[int]:
-    """What rank r holds under the balanced ring of torch and others: chunks r and 2 n - 1 - r of 2 n equal ones."""
+    """Return the positions of rank r under balanced rings like torch's: chunks r and 2 n - 1 - r of 2 n equal ones."""
     if length % (2 * num_ranks):
         raise ValueError(f"{length} tokens do not make 2 equal chunks for each of {num_ranks} ranks.")
     chunk = length // (2 * num_ranks)
@@ -159,6 +164,7 @@ def zigzag_positions(length: int, rank: int, num_ranks: int) -> list[int]:
 
 
 def _stock(name: str, shape: Shape) -> Contender:
+    """Set stock DeepSpeed Ulysses up."""
     import deepspeed.comm
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -184,7 +190,7 @@ def _stock(name: str, shape: Shape) -> Contender:
 
 
 def set_up_ringmaster(shape: Shape) -> str:
-    """Set its Ulysses up over all ranks; return the name of its attention function.
+    """Set ringmaster's Ulysses up over all ranks; return the name of its attention function.
 
     Raises:
         SystemExit: the package is not installed.
@@ -206,6 +212,7 @@ def set_up_ringmaster(shape: Shape) -> str:
 
 
 def _ringmaster(name: str, shape: Shape) -> Contender:
+    """Set ringmaster's Ulysses up."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ulysses = ALL_ATTENTION_FUNCTIONS[set_up_ringmaster(shape)]
@@ -227,7 +234,7 @@ def _torch_ring(name: str, shape: Shape) -> Contender:
 
 
 class TorchRing(torch.autograd.Function):
-    """torch's ring attention with its flash operator for CPU, causal; KV goes from neighbour to neighbour."""
+    """torch's causal ring attention with its flash operator for CPU; KV is sent from neighbour to neighbour."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: D102
@@ -250,7 +257,7 @@ class TorchRing(torch.autograd.Function):
 
 
 def _torchs_ring() -> Any:
-    """The module that has it; torch moved it once and left half of the names behind."""
+    """Return the module of torch's ring; torch has moved it once and left half of the names behind."""
     from torch.distributed.tensor.experimental import _attention
 
     return sys.modules[_attention._templated_ring_attention.__module__]

@@ -1,4 +1,4 @@
-"""Seconds of work on a device, without the host's: medians between events of CUDA, or of a clock on CPUs."""
+"""Time work on a device without the host's time: medians between CUDA events, or of a clock on CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 
 
 def median_s(device: torch.device, fn: Callable[[], object], repeats: int = 5, warm_ups: int = 2) -> float:
-    """Median of several runs after some to warm up; between events, so that the host's time does not count."""
+    """Return the median seconds of several runs after some to warm up.
+
+    Between events, so that the host's time does not count.
+    """
     for _ in range(warm_ups):
         fn()
     if device.type != "cuda":
@@ -31,7 +34,7 @@ def median_s(device: torch.device, fn: Callable[[], object], repeats: int = 5, w
 
 
 def first_call_s(device: torch.device, fn: Callable[[], object]) -> float:
-    """Seconds of one call on the host's clock, until the device is through: what is built at a first call counts."""
+    """Return the seconds of one call on the host's clock until the device has finished, with all that it builds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()

@@ -1,9 +1,8 @@
-"""The best plan of a small cluster, by trying every set of blocks, every grouping into pipelines and every order.
+"""Find the best plan of a small cluster by trying every set of blocks, every grouping into pipelines and every order.
 
-Layers and micro-batches of each are those of `cuts` and `batches`, which are checked apart. Equal blocks are
-interchangeable, so multisets are enumerated; idle devices are allowed. All orders of a grouping are left out at once
-where even pipelines with the least fill and the least period of any of their orders are too slow. For up to about six
-devices.
+Layers and micro-batches of each are those of `cuts` and `batches`, which are checked separately. Equal blocks are
+interchangeable, so multisets are enumerated; idle devices are allowed. All orders of a grouping are skipped at once if
+pipelines with the least fill and the least period over their orders are too slow. It works for up to about six devices.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ MAX_DEVICES = 8
 def solve_pipelines_exact(
     evaluate: Evaluator, sizes: Sequence[int] = (1, 2), max_size: int = 2, below: float = inf
 ) -> PlanCandidate | None:
-    """Return the best plan with one micro-batch size for all pipelines; None if nothing fits.
+    """Return the best plan with one micro-batch size for all pipelines; None if no plan fits.
 
     Args:
         evaluate: judges plans.
         sizes: of micro-batches.
-        max_size: devices of a block.
-        below: value that a plan must undercut; None is returned if none does.
+        max_size: largest number of devices of a block.
+        below: value that a plan must be below; None is returned if no plan is.
 
     Raises:
-        PlanError: the cluster has too many devices for this.
+        PlanError: the cluster has too many devices.
     """
     pools = evaluate.costs.pools
     if evaluate.costs.cluster.num_ranks > MAX_DEVICES:
@@ -66,13 +65,13 @@ def solve_pipelines_exact(
 def _fastest(
     evaluate: Evaluator, orders: Sequence[tuple[DeviceBlock, ...]], size: int, count: int
 ) -> tuple[float, float] | None:
-    """Least fill and least period of any cut of any order of a pipeline's blocks; None if none fits."""
+    """Return the least fill and the least period over all cuts and orders of a pipeline's blocks; None if none fits."""
     cuts = [cut for blocks in orders for cut in evaluate.cuts(blocks, size, count)]
     return (min(cut.fill_s for cut in cuts), min(cut.period_s for cut in cuts)) if cuts else None
 
 
 def _blocks_of(pool: Pool, max_size: int) -> Iterator[tuple[DeviceBlock, ...]]:
-    """Every multiset of blocks of a pool, idle devices allowed."""
+    """Yield every multiset of blocks of a pool; devices may stay idle."""
     allowed = sizes_up_to(len(pool.ranks), max_size)
     for count in range(len(pool.ranks) + 1):
         for chosen in itertools.combinations_with_replacement(allowed, count):
@@ -81,7 +80,7 @@ def _blocks_of(pool: Pool, max_size: int) -> Iterator[tuple[DeviceBlock, ...]]:
 
 
 def _partitions(items: tuple[tuple[DeviceBlock, int], ...]) -> Iterator[list[tuple[DeviceBlock, ...]]]:
-    """Every way to share a multiset of blocks among pipelines; pipelines are interchangeable."""
+    """Yield every way to divide a multiset of blocks among interchangeable pipelines."""
     blocks = [block for block, _ in items]
 
     def parts(left: tuple[int, ...], top: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""What a result was measured on, and who else used the machine meanwhile."""
+"""Describe the machine of a measurement, and its other load meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, memory, kernel and the versions that matter."""
+    """Return CPU, memory, kernel and the relevant releases."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that all processes of the machine have used since it started."""
+    """Return the CPU seconds that all processes of the machine have used since it started."""
     user, nice, system, _, _, interrupts, soft_interrupts, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -37,7 +37,7 @@ def machine_busy_s() -> float:
 
 
 def cpu_s_of(pids: Iterable[int]) -> float:
-    """CPU seconds that these processes have used, all their threads together."""
+    """Return the CPU seconds that these processes have used, with all their threads."""
     total = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

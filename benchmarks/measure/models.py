@@ -1,4 +1,4 @@
-"""The models that benchmarks of training steps train: a small one of every family, in the shape of a layer."""
+"""The models of benchmarks of training steps: a small one of every family, in the shape of a layer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SCAN_HEADS = 32  # as in the models of these families; their widths are in prop
 
 
 def shape_of(family: str) -> Shape:
-    """The shape of whole steps: of hybrids four layers, one of which has attention."""
+    """Return the shape for whole steps; hybrids have four layers, one of them with attention."""
     return Shape() if family == "llama" else Shape(head_dim=32, num_layers=4, family=family)
 
 
 def config_of(shape: Shape, max_length: int = 1 << 20) -> dict[str, Any]:
-    """A config.json of this shape.
+    """Return a config.json of this shape.
 
     Args:
         shape: of its layers, and the family.
@@ -70,7 +70,7 @@ def config_of(shape: Shape, max_length: int = 1 << 20) -> dict[str, Any]:
 
 
 def trained_model(shape: Shape, max_length: int, attention: str) -> Any:
-    """A model of this shape, with the same weights on every rank.
+    """Return a model of this shape, with the same weights on every rank.
 
     Args:
         shape: of its layers, and the family.

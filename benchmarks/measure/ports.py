@@ -1,4 +1,4 @@
-"""Free ports on which the processes of a test or a benchmark connect."""
+"""Find free ports for the processes of a test or a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _random = random.SystemRandom()  # tests seed the common one
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listened on a moment ago."""
+    """Return a TCP port of this host on which no process listened a moment ago."""
     while True:
         port = _random.choice(_PORTS)
         with socket.socket() as probe:

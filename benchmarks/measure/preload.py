@@ -1,4 +1,4 @@
-"""What the fork server of `ranks` imports once, so that no rank has to and no measurement contains it."""
+"""Modules that the fork server of `ranks` imports once, so that no rank imports them and no measurement contains it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Small random clusters, models and lengths, to compare searches with the exact optimum.
+"""Draw small random clusters, models and lengths, to compare searches with the exact optimum.
 
-Everything that makes planning hard is drawn: speeds over a factor of 15, memory that sometimes binds, nodes of several
-devices, links over a factor of 100 with some pairs of nodes connected better or worse than the network, heads
-that do not divide, grouped KV heads, lengths from where links decide to where compute does. Or cards of the catalogue
-are drawn, with the rates that were measured of them and the links that they come with.
+All properties that make planning hard are drawn: speeds over a factor of 15, memory that is sometimes the limit, nodes
+of several devices, links over a factor of 100 with some pairs of nodes connected better or worse than the network,
+numbers of heads with few divisors, grouped KV heads, lengths at which links decide and lengths at which compute does.
+Or GPUs of the catalogue are drawn, with their measured rates and their usual links.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ class Case:
 def random_cases(
     count: int, num_ranks: int, cost_model: str, seed: int = 0, *, of_catalogue: bool = False
 ) -> Iterator[Case]:
-    """``count`` cases, always the same ones for the same arguments; of cards, those that have room for the model."""
+    """Yield ``count`` cases, always the same ones for the same arguments.
+
+    GPUs of the catalogue have room for the model.
+    """
     rng = random.Random(f"{seed} {num_ranks} {cost_model}")
-    drawn = (random_case(rng, num_ranks, cost_model, of_catalogue=of_catalogue) for _ in endless())
-    yield from islice((case for case in drawn if not of_catalogue or has_room(case.cost)), count)
+    cases = (random_case(rng, num_ranks, cost_model, of_catalogue=of_catalogue) for _ in endless())
+    yield from islice((case for case in cases if not of_catalogue or has_room(case.cost)), count)
 
 
 def random_case(rng: random.Random, num_ranks: int, cost_model: str, *, of_catalogue: bool = False) -> Case:
-    """Draw one case; of cards of the catalogue where asked, else of cards that do not exist."""
+    """Draw one case; with ``of_catalogue`` of its GPUs, otherwise of GPUs that do not exist."""
     num_heads = rng.randint(*HEADS[num_ranks])
     num_kv_heads = rng.choice([k for k in range(1, num_heads + 1) if num_heads % k == 0])
     if cost_model == "published":
@@ -79,7 +82,7 @@ def random_case(rng: random.Random, num_ranks: int, cost_model: str, *, of_catal
 
 
 def _sizes(rng: random.Random, num_ranks: int) -> list[int]:
-    """Devices of every node."""
+    """Draw the number of devices of every node."""
     sizes: list[int] = []
     while sum(sizes) < num_ranks:
         sizes.append(rng.randint(1, num_ranks - sum(sizes)))
@@ -87,7 +90,7 @@ def _sizes(rng: random.Random, num_ranks: int) -> list[int]:
 
 
 def _catalogue_cluster(rng: random.Random, num_ranks: int) -> dict[str, Any]:
-    """Nodes of one kind of card each, or of several behind PCIe, with one port or one for every card."""
+    """Draw nodes of one kind of GPU each, or of several behind PCIe, with one NIC or one for every GPU."""
     cards = rng.sample(CARDS, rng.randint(1, min(MAX_KINDS, num_ranks)))
     nodes = []
     for i, size in enumerate(_sizes(rng, num_ranks)):
@@ -103,6 +106,7 @@ def _catalogue_cluster(rng: random.Random, num_ranks: int) -> dict[str, Any]:
 
 
 def _cluster(rng: random.Random, num_ranks: int) -> dict[str, Any]:
+    """Draw a cluster of GPUs that do not exist."""
     sizes = _sizes(rng, num_ranks)
     kinds = rng.randint(1, num_ranks)
     devices = {
@@ -131,5 +135,5 @@ def _cluster(rng: random.Random, num_ranks: int) -> dict[str, Any]:
 
 
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
-    """Rounded, so that the file of a case can be read."""
+    """Draw a number; it is rounded, so that people can read the file of a case."""
     return float(f"{low * (high / low) ** rng.random():.3g}")

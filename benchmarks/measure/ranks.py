@@ -1,6 +1,6 @@
-"""Processes for measurements: gloo ranks, one kernel thread each, on nodes of an emulated network or on loopback.
+"""Run functions on ranks for measurements: gloo, one kernel thread each, on emulated nodes or on loopback.
 
-Ranks are forked from a server that has torch, DeepSpeed and transformers loaded, so that they start in a second.
+Ranks are forked from a server that has imported torch, DeepSpeed and transformers, so that they start in a second.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _server = multiprocessing.get_context("forkserver")
 def run(
     fn: Callable[..., Any], nodes: Sequence[Node], *args: Any, on_report: Report = lambda done, now: None
 ) -> list[Any]:
-    """Run ``fn(rank, report, *args)`` on one rank per entry of ``nodes`` and return what each returned, in rank order.
+    """Run ``fn(rank, report, *args)`` on one rank per entry of ``nodes``; return the results in rank order.
 
     Args:
         fn: a module-level function; the default process group exists when it is called.
-        nodes: where each rank runs.
+        nodes: of the ranks.
         args: passed to every rank; they and the result must pickle.
-        on_report: receives what rank 0 says through ``report``.
+        on_report: called with rank 0's arguments of ``report``.
 
     Raises:
-        RuntimeError: a rank raised or died; has its traceback.
+        RuntimeError: a rank raised or died; with its traceback.
     """
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     _server.set_forkserver_preload(["benchmarks.measure.preload"])
@@ -90,6 +90,7 @@ def _main(
     sender: Connection,
     args: Sequence[Any],
 ) -> None:
+    """Run one rank."""
     try:
         ctypes.CDLL(None).prctl(
             _PR_SET_PDEATHSIG, signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Result files, with their header and folder, and a progress bar for commands."""
+"""Write result files with their header into their folder, and show a progress bar."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FOLDER = Path(__file__).resolve().parents[1] / "results"
 
 
 def header(command: str) -> dict[str, Any]:
-    """What every result begins with: the command that made it, the time, and the machine."""
+    """Return the begin of every result: the command that made it, the time, and the machine."""
     return {"command": command, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": describe_machine()}
 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Report]:
-    """Show a bar; the function that it yields takes the share that is done, and what is being done."""
+    """Show a bar; yield a function that takes the share that is done, and a name of the current work."""
     columns = (TextColumn("{task.description:48}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("starting ranks", total=1.0)
@@ -34,7 +34,7 @@ def progress(console: Console) -> Iterator[Report]:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Write ``result`` as JSON into a folder that is made if need be, what is short in a line."""
+    """Write ``result`` as JSON; the folder is made if it is missing, and short values share a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_text(result) + "\n")
 

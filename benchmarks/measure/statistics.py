@@ -1,4 +1,4 @@
-"""From times of alternating runs to a ratio that can be trusted: paired medians with their spread."""
+"""Compare alternating runs by a robust ratio: the median over pairs with its spread."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from statistics import median, quantiles
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of a peer against ours.
+    """Times of a peer and of ours.
 
     Args:
-        pairs: runs of each.
+        pairs: number of runs of each.
         peer_s, ours_s: median seconds.
         ratio: median over pairs of peer / ours; above 1 ours is faster.
         quartiles: of the same ratios.
-        interval: of their median, at least 95 % sure by the sign test; all ratios where that takes more pairs.
+        interval: 95 % interval of the median by the sign test; all ratios if there are too few pairs for it.
     """
 
     pairs: int
@@ -29,7 +29,7 @@ class Comparison:
 
 
 def compare(peer_s: Sequence[float], ours_s: Sequence[float]) -> Comparison:
-    """Compare runs that were made in pairs, one right after the other, so that both saw the same machine."""
+    """Compare runs that were made in pairs, one right after the other, so that both had the same machine."""
     ratios = sorted(peer / ours for peer, ours in zip(peer_s, ours_s, strict=True))
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     trim = _outside_of_interval(len(ratios))
@@ -44,7 +44,7 @@ def compare(peer_s: Sequence[float], ours_s: Sequence[float]) -> Comparison:
 
 
 def within_bound(text: str, share_of_bound: float) -> str:
-    """Return ``text``, a figure for people, or "invalid" where the measurement is better than what it is bounded by.
+    """Return ``text``, a figure for people, or "invalid" if the measurement is better than its bound.
 
     Nothing is faster than its bound: other work on the machine has disturbed one of the two measurements.
     """
@@ -52,10 +52,10 @@ def within_bound(text: str, share_of_bound: float) -> str:
 
 
 def _outside_of_interval(pairs: int) -> int:
-    """How many values at each end of the sorted ratios the median's 95 % interval can do without.
+    """Return how many of the sorted ratios at each end are outside of the median's 95 % interval.
 
-    The true median lies below the k-th smallest of n values with the probability that fewer than k of n fair coins show
-    heads; both ends together may take 5 %.
+    The true median is below the k-th smallest of n values with the probability that fewer than k of n fair coins show
+    heads; both ends together may have 5 %.
     """
     below, trim = 1, 0  # ways to have at most `trim` heads
     while 2 * below <= 0.05 * 2**pairs:

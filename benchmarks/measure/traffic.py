@@ -1,4 +1,4 @@
-"""What a piece of code sends to other ranks, counted at torch's communication operators."""
+"""Count the bytes that code sends to other ranks, at torch's communication operators."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Traffic(TorchDispatchMode):
-    """Counts payload that this rank sends while the mode is active.
+    """Counts the payload that this rank sends while the mode is active.
 
-    Every call of torch.distributed, point-to-point included, ends in an operator of the namespace ``c10d`` or
-    ``_c10d_functional``; a dispatch mode sees each, whoever calls, and on CPU the backward's too. DeepSpeed wraps its
-    all-to-all in an operator of its own. What a rank sends to itself does not count.
+    Every call of torch.distributed, also point-to-point, ends in an operator of the namespace ``c10d`` or
+    ``_c10d_functional``. A dispatch mode sees each of them, of any caller, and on CPU also in the backward. DeepSpeed
+    wraps its all-to-all in an operator of its own. Bytes that a rank sends to itself do not count.
 
     Args:
         sent_bytes: by operator.
@@ -31,7 +31,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Count, then run the operator."""
+        """Count a call, then run the operator."""
         if func.namespace in ("c10d", "_c10d_functional", "deepspeed"):
             name = func._schema.name.partition("::")[2].strip("_")
             if name in _SENT:
@@ -49,8 +49,8 @@ def _size(tensors: torch.Tensor | Sequence[torch.Tensor]) -> int:
 
 def _to_others(x: torch.Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> int:
     total, here = _size(x), dist.get_rank(group)
-    own = total // group.size() if not splits else total // max(1, x.shape[0]) * splits[here]
-    return total - own
+    local_elements = total // group.size() if not splits else total // max(1, x.shape[0]) * splits[here]
+    return total - local_elements
 
 
 def _group(boxed: Any) -> dist.ProcessGroup:

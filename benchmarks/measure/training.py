@@ -1,9 +1,8 @@
-"""Whole training steps of a small model through DeepSpeed engines: forward, backward, optimizer.
+"""Train whole steps of a small model through DeepSpeed engines: forward, backward, optimizer.
 
-Contenders are those of `contenders`, each with a model and an engine of its own, all in the same processes.
-Stock is set up as DeepSpeed's tutorial on Ulysses says: `register_with_transformers`, its mpu, and its loss, averaged
-over ranks by tokens. Ours is set up as docs/quickstart.md says. The model's parameters and every batch are the same for
-all.
+The contenders are those of `contenders`, each with a model and an engine of its own, all in the same processes. Stock
+is set up as DeepSpeed's tutorial on Ulysses says: `register_with_transformers`, its mpu, and its loss, averaged over
+ranks by tokens. Ours is set up as docs/quickstart.md says. The model's parameters and every batch are the same for all.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _engine_for(model: Any, shape: Shape, mpu: Any = None, **config: Any) -> Any
 
 
 def _batch(shape: Shape, length: int, positions: list[int]) -> dict[str, Tensor]:
-    """This rank's shard of a batch, one column that stands for none without tokens: steps are measured, not loaders."""
+    """Return this rank's shard of a batch; a rank without tokens gets one column. Steps are measured, not loaders."""
     if not positions:
         column = {"input_ids": 0, "position_ids": PLACEHOLDER_POSITION, "shift_labels": _IGNORED}
         return {name: torch.full((shape.batch_size, 1), value) for name, value in column.items()}
@@ -81,6 +80,7 @@ def _batch(shape: Shape, length: int, positions: list[int]) -> dict[str, Tensor]
 
 
 def _stock(name: str, shape: Shape, max_length: int) -> Step:
+    """Return the step of stock DeepSpeed Ulysses."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = trained_model(shape, max_length, "sdpa")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
@@ -95,6 +95,8 @@ def _stock(name: str, shape: Shape, max_length: int) -> Step:
 
 
 def _torch_ring(name: str, shape: Shape, max_length: int) -> Step:
+    """Return the step of torch's ring attention."""
+
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: Any) -> tuple[Tensor, None]:
         out: Tensor = TorchRing.apply(q, k, v, dist.group.WORLD)
         return out.transpose(1, 2), None
@@ -108,6 +110,7 @@ def _torch_ring(name: str, shape: Shape, max_length: int) -> Step:
 
 
 def _ringmaster(name: str, shape: Shape, max_length: int) -> Step:
+    """Return the step of ringmaster's Ulysses."""
     import ringmaster
 
     attention = set_up_ringmaster(shape)
@@ -121,7 +124,7 @@ def _ringmaster(name: str, shape: Shape, max_length: int) -> Step:
 
 
 def _documented_step(engine: Any, batch: Mapping[str, Tensor], group: Any) -> float:
-    """As in DeepSpeed's tutorial and transformers' Trainer: means over the ranks' tokens, weighted by their number."""
+    """Train a step as in DeepSpeed's tutorial and transformers' Trainer: means over ranks, weighted by their tokens."""
     labels = batch["shift_labels"]
     logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=VOCABULARY)
@@ -138,20 +141,23 @@ def _engine(name: str, shape: Shape, max_length: int) -> Step:
 
 
 def make_scheduled_step(schedule: str | Schedule, shape: Shape, max_length: int) -> Step:
-    """This engine with a schedule or a strategy's name. Every rank calls it in the same order, after any "stock"."""
+    """Return the step of this engine with a schedule or a strategy's name.
+
+    Every rank calls it in the same order, after any "stock".
+    """
     num_ranks = dist.get_world_size()
     handle = ds_hetero.register()
     model = trained_model(shape, max_length, "sdpa")
     section = {"schedule": schedule if isinstance(schedule, str) else schedule.to_dict()}
     engine = _engine_for(model, shape, sequence_parallel_size=num_ranks, heterogeneity=section)
-    own = handle.for_engine(engine)
-    running = own.schedule
+    engine_handle = handle.for_engine(engine)
+    running = engine_handle.schedule
     batch = cache(lambda length: _batch(shape, length, stream_placement(running, length).positions(dist.get_rank())))
 
     def step(length: int) -> float:
         shard = batch(length)
         outputs = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
-        loss = own.loss(outputs, shard)
+        loss = engine_handle.loss(outputs, shard)
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
@@ -162,16 +168,16 @@ def make_scheduled_step(schedule: str | Schedule, shape: Shape, max_length: int)
 def make_loaded_step(
     schedule: Schedule, shape: Shape, length: int, replan: Mapping[str, Any]
 ) -> tuple[Callable[[], float], Handle]:
-    """Like `make_scheduled_step`, with the engine's own loader, so that the schedule may change between steps.
+    """Return a step like `make_scheduled_step` with the engine's loader, so that the schedule may change between steps.
 
     Args:
-        schedule: to begin with.
+        schedule: at first.
         shape: of the model.
         length: tokens of every sequence.
-        replan: the section's key of that name.
+        replan: value of this key in the section.
 
     Returns:
-        the step, and the handle whose latest model it trains.
+        The step, and the handle whose latest model it trains.
     """
     handle = ds_hetero.register()
     model = trained_model(shape, length, "sdpa")
@@ -191,7 +197,7 @@ def make_loaded_step(
 
 
 def alone_step(shape: Shape, max_length: int) -> Step:
-    """The same step without any engine: the whole sequence on the calling rank, no other rank takes part."""
+    """Return the step without any engine: the whole sequence on the calling rank; no other rank takes part."""
     # Under a name of its own, because the usual one may be stock's by now.
     AttentionInterface.register("alone", sdpa_attention_forward)
     AttentionMaskInterface.register("alone", lambda *args, **kwargs: None)
@@ -200,9 +206,9 @@ def alone_step(shape: Shape, max_length: int) -> Step:
     batch = cache(lambda length: _batch(shape, length, list(range(length))))
 
     def step(length: int) -> float:
-        whole = batch(length)
-        logits = model(input_ids=whole["input_ids"], position_ids=whole["position_ids"]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole["shift_labels"].flatten())
+        whole_batch = batch(length)
+        logits = model(input_ids=whole_batch["input_ids"], position_ids=whole_batch["position_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole_batch["shift_labels"].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,8 +1,8 @@
-"""Contenders by turns in the same processes, so that whatever happens to the machine happens to all of them.
+"""Run contenders alternately in the same processes, so that disturbances of the machine affect all of them.
 
-Every run starts at a barrier, and its time is that of the slowest rank. Every second round runs the other way round.
-Two callers need it differently: `alternate` warms up and then makes a number of rounds that it has settled before;
-`take_turns` makes rounds while its budget lasts, of contenders that were warm before.
+Every run starts at a barrier, and its time is that of the slowest rank. Every second round is in reverse order. There
+are two forms: `alternate` warms up, and then makes a number of rounds that it has computed before; `take_turns` makes
+rounds while its budget lasts, of contenders that were warm before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Actions = Mapping[str, Callable[[], object]]
 
 @dataclass
 class Turns:
-    """What the rounds came to.
+    """Results of the rounds.
 
     Args:
         seconds: of the slowest rank, by contender and round.
@@ -49,10 +49,10 @@ def alternate(actions: Actions, budget_s: float, min_pairs: int, report: Report,
 
     Args:
         actions: by contender.
-        budget_s: seconds for all rounds, warming up included.
-        min_pairs: rounds, however long they take.
-        report: takes the share that is done, 0 to 1.
-        own_pids: processes besides the ranks that work for the measurement.
+        budget_s: seconds for all rounds and the warm-up.
+        min_pairs: least number of rounds, however long they take.
+        report: called with the share that is done, 0 to 1.
+        own_pids: process ids of the measurement besides the ranks.
 
     Caller: every rank.
     """
@@ -74,13 +74,13 @@ def alternate(actions: Actions, budget_s: float, min_pairs: int, report: Report,
 def take_turns(actions: Actions, max_rounds: int, budget_s: float, own_pids: Sequence[int]) -> Turns:
     """Run the actions in rounds while ``budget_s`` lasts.
 
-    A round that would not fit into what is left of the budget is not begun, the first one excepted.
+    Except for the first one, a round that would not fit into the rest of the budget is not begun.
 
     Args:
-        actions: by contender; what needs warming up has been run before.
-        max_rounds: no more rounds than these.
+        actions: by contender; they are warm.
+        max_rounds: largest number of rounds.
         budget_s: seconds for all rounds.
-        own_pids: processes besides the ranks that work for the measurement.
+        own_pids: process ids of the measurement besides the ranks.
 
     Caller: every rank.
     """
@@ -96,13 +96,16 @@ def take_turns(actions: Actions, max_rounds: int, budget_s: float, own_pids: Seq
 
 
 def number_of_pairs(pair_s: float, left_s: float, min_pairs: int) -> int:
-    """How many pairs of ``pair_s`` fit into ``left_s``, at least ``min_pairs``; odd: the median is one of them."""
+    """Return how many pairs of ``pair_s`` fit into ``left_s``, at least ``min_pairs``.
+
+    Odd, so that one is the median.
+    """
     pairs = max(min(int(left_s / pair_s), _MAX_PAIRS), min_pairs)
     return pairs - 1 + pairs % 2
 
 
 def timed_run(action: Callable[[], object]) -> float:
-    """Seconds of this rank from a barrier to the end of ``action``."""
+    """Return the seconds of this rank from a barrier to the end of ``action``."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -110,7 +113,7 @@ def timed_run(action: Callable[[], object]) -> float:
 
 
 def _freeze() -> None:
-    """What DeepSpeed and transformers loaded is not searched for garbage again in the middle of a run."""
+    """Exempt the objects that DeepSpeed and transformers made from garbage collections during runs."""
     gc.collect()
     gc.freeze()
 
@@ -122,7 +125,7 @@ def _run_round(actions: Actions, turns: Turns, *, backwards: bool) -> None:
 
 @contextmanager
 def _measured(actions: Actions, own_pids: Sequence[int]) -> Iterator[Turns]:
-    """Yield turns without a run; at the end keep the slowest rank's times, and count what others used meanwhile."""
+    """Yield turns without a run; at the end keep the slowest rank's times, and count the cores that others used."""
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     pids += own_pids

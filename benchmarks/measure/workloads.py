@@ -1,4 +1,4 @@
-"""The workload of the small jobs that run on this machine, as the cost model sees it."""
+"""The cost model's workload of the small jobs that run on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ds_hetero.cost import Workload
 
 
 def workload(tokens: int) -> Workload:
-    """A step of the engines of the benchmarks: fp32, ZeRO-1, no checkpointing, loss of all tokens at once."""
+    """Return a step of the benchmarks' engines: fp32, ZeRO-1, no checkpointing, loss of all tokens at once."""
     return Workload(
         seq_len=tokens,
         zero_stage=1,

@@ -1,5 +1,5 @@
-"""Public planners of pipelines over unequal devices, run from checkouts and judged by our cost model.
+"""Run public planners of pipelines over unequal devices from checkouts, and judge their plans by our cost model.
 
-Nothing here fetches anything, and no code of theirs is here: every peer is a program that is started with files it can
-read, and whose output is read back. What each needs is in its module, with the licence of its code.
+Nothing here downloads anything, and none of their code is here: every peer is a program that is started with files it
+reads, and whose output is read. The module of each says what it needs, and the licence of its code.
 """

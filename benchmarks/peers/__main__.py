@@ -1,10 +1,11 @@
-"""Public planners beside ours on the same clusters and models, judged by our cost model with all samples counted.
+"""Compare public planners with ours on the same clusters and models, judged by our cost model with all samples counted.
 
     python -m benchmarks.peers --flashflex DIR --metis DIR --sailor DIR [--python PY] [--only CASE ...] [--json]
 
-DIR is a checkout of the planner; nothing is fetched. ``--python`` is an interpreter that has what they need: numpy for
-FlashFlex, Metis and AMP (which is in Sailor's checkout), pymetis for FlashFlex, torch for AMP, Sailor's own library.
-The exit code is 1 if a peer's plan is faster than ours. With ``--only``, rows of other cases stay in the result file.
+DIR is a checkout of the planner; nothing is downloaded. ``--python`` is an interpreter with the packages that they
+need: numpy for FlashFlex, Metis and AMP (which is in Sailor's checkout), pymetis for FlashFlex, torch for AMP, Sailor's
+own library. The exit code is 1 if a peer's plan is faster than ours. With ``--only``, rows of other cases stay in the
+result file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PEERS: dict[str, tuple[str, Callable[[Path, str, Case, float], Iterable[Plan]]]]
 
 
 def cases() -> list[Case]:
-    """Clusters of the papers, and small ones on which every peer ends."""
+    """Return clusters of the papers, and small ones on which every peer ends."""
     seven, thirteen = load_model("llama-2-7b"), load_model("llama-2-13b")
     return [
         Case("case study, 13B", load_cluster("hexiscale-case-study"), thirteen, 24),
@@ -59,7 +60,7 @@ def cases() -> list[Case]:
 
 
 def compare(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
-    """Our plan and every peer's for one case."""
+    """Return our plan and every peer's for one case."""
     started = time.perf_counter()
     ours = our_s(case)
     rows: list[dict[str, Any]] = [
@@ -87,7 +88,7 @@ def compare(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """One line per case, one column per planner, and what each planner loses."""
+    """Print one line per case with a column per planner, and the loss of each planner."""
     planners = list(dict.fromkeys(row["planner"] for row in rows))
     table = Table("case", *planners, title="Step under our cost model (over ours)")
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -104,7 +105,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if no peer is faster."""
+    """Run the command; return 0 if no peer is faster."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in dict.fromkeys(owner for owner, _ in PEERS.values()):
         parser.add_argument(f"--{name}", type=Path, help="its checkout")
@@ -114,18 +115,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--output", type=Path, default=FOLDER / "peers.json")
     options = parser.parse_args(arguments)
-    chosen = [case for case in cases() if not options.only or case.name.startswith(tuple(options.only))]
+    selected_cases = [case for case in cases() if not options.only or case.name.startswith(tuple(options.only))]
     rows = []
-    for case in chosen:
+    for case in selected_cases:
         rows += compare(options, case)
         print(
             f"{case.name}: " + "; ".join(f"{r['planner']} {row_text(r)}" for r in rows if r["case"] == case.name),
             file=sys.stderr,
             flush=True,
         )
-    named = {case.name for case in chosen}
-    kept = json.loads(options.output.read_text())["rows"] if options.only and options.output.exists() else []
-    rows = [row for row in kept if row["case"] not in named] + rows
+    selected_names = {case.name for case in selected_cases}
+    former_rows = json.loads(options.output.read_text())["rows"] if options.only and options.output.exists() else []
+    rows = [row for row in former_rows if row["case"] not in selected_names] + rows
     outcome = {**header(" ".join(["python -m benchmarks.peers", *(arguments or sys.argv[1:])])), "rows": rows}
     write(outcome, options.output)
     if options.json:

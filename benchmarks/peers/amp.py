@@ -17,7 +17,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.judge import MOST_PLANS, Case, NoPlan
+from benchmarks.peers.judge import MAX_PLANS, Case, NoPlan
 from benchmarks.peers.process import printed_by
 from benchmarks.peers.sailor import DEGREES, EDGE_S, HALF, ZONE, on_nodes, sizes_of_layers
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
@@ -29,7 +29,7 @@ ITS_BACKWARD = 3  # forwards that a forward and a backward are
 
 
 def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator[Plan]:
-    """Yield its plans, best first by its own time.
+    """Yield AMP's plans, best first by its own time.
 
     Raises:
         NoPlan: it does not end, or has no plan.
@@ -41,27 +41,27 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
         driver = Path(__file__).with_name("amp_driver.py")
         search = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
         printed_by([python, str(driver), str(folder)], folder, timeout_s, {"SAILOR_PATH": name, "PYTHONPATH": search})
-        found = json.loads((folder / "plans.json").read_text())
-    if not found:
+        its_plans = json.loads((folder / "plans.json").read_text())
+    if not its_plans:
         raise NoPlan("it finds no plan")
     kinds = {index: index for index in range(len(costs.pools.kinds))}
-    for plan in found:
+    for plan in its_plans:
         with contextlib.suppress(NoPlan):
             yield on_nodes(case, costs, kinds, plan)
 
 
 def _write(folder: Path, case: Case, costs: CalibratedStageCosts) -> None:
-    """Everything that it reads, where Sailor's checkout would have it."""
+    """Write all files that it reads, at the places of Sailor's checkout."""
     model, pools = case.model, costs.pools.pools
     size = gcd(*(len(pool.ranks) for pool in pools))
     names = [f"kind{kind}" for kind in range(len(costs.pools.kinds))]
     rate = case.cluster.network.bytes_per_s * ITS_ELEMENT_BYTES / HALF
-    own = folder / "sailor" / "sailor"
-    (own / "providers").mkdir(parents=True)
-    (own / "Planner").mkdir()
+    package = folder / "sailor" / "sailor"
+    (package / "providers").mkdir(parents=True)
+    (package / "Planner").mkdir()
     network = {name: {str(size): {ZONE: {name: {str(size): [[0.0, 0.0, 0.0], rate]}}}} for name in names}
-    (own / "providers" / "multizone_bandwidths_het.json").write_text(json.dumps({ZONE: network}))
-    (own / "Planner" / "llm_info.json").write_text(
+    (package / "providers" / "multizone_bandwidths_het.json").write_text(json.dumps({ZONE: network}))
+    (package / "Planner" / "llm_info.json").write_text(
         json.dumps({model.name: {str(degree): sizes_of_layers(costs, degree) for degree in DEGREES}})
     )
     counts = dict.fromkeys(names, 0)
@@ -82,13 +82,13 @@ def _write(folder: Path, case: Case, costs: CalibratedStageCosts) -> None:
         "training": training,
         "nodes": {name: {"num_nodes": number, "gpus_per_node": size} for name, number in counts.items()},
         "forwards_s": {name: _forwards_s(costs, kind, size) for kind, name in enumerate(names)},
-        "most": MOST_PLANS,
+        "most": MAX_PLANS,
     }
     (folder / "question.json").write_text(json.dumps(question))
 
 
 def _forwards_s(costs: CalibratedStageCosts, kind: int, most: int) -> dict[str, list[Any]]:
-    """A third of the time of every layer for one sample, by tensor degree; embedding first, head last."""
+    """Return a third of the time of every layer for one sample, by tensor degree; embedding first, head last."""
     forwards = {}
     for degree in (degree for degree in DEGREES if degree <= most):
         option = costs.stage(kind, degree, "one" if degree == 1 else "tensor", 1, 1)

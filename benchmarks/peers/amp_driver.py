@@ -1,7 +1,7 @@
-"""Ask AMP from inside its interpreter: ``SAILOR_PATH=FOLDER PYTHONPATH=CHECKOUT python amp_driver.py FOLDER``.
+"""Call AMP in an interpreter with its packages: ``SAILOR_PATH=FOLDER PYTHONPATH=CHECKOUT python amp_driver.py FOLDER``.
 
-FOLDER has ``question.json`` with nodes, profiles and the training task, and gets ``plans.json``, best first by its own
-time. It imports nothing of this project, since the interpreter may have none of it.
+FOLDER has ``question.json`` with nodes, profiles and the training task, and gets ``plans.json``, best first by AMP's
+own time. It imports nothing of this project, which the interpreter may not have.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 
 def main(folder: Path) -> None:
+    """Read the question, call the planner, write its plans."""
     sys.path.remove(str(Path(__file__).resolve().parent))  # a module there has the checkout's name
     numpy = importlib.import_module("numpy")
     prices = importlib.import_module("sailor.Planner.simulations.constants").GPU_PRICES
@@ -25,9 +26,9 @@ def main(folder: Path) -> None:
         for degree, seconds in forwards.items():
             numpy.save(folder / "profiles" / name / f"profile_{degree}.npy", numpy.array(seconds))
     nodes = {**question["nodes"], "zone": question["zone"]}
-    found = planner(str(folder / "profiles")).get_sorted_plans(nodes, question["training"])
+    its_plans = planner(str(folder / "profiles")).get_sorted_plans(nodes, question["training"])
     index_of = {name: index for index, name in enumerate(question["nodes"])}
-    timed = [plan for plan in found if math.isfinite(plan["iteration_time"])]
+    timed = [plan for plan in its_plans if math.isfinite(plan["iteration_time"])]
     plans = []
     for plan in sorted(timed, key=lambda plan: float(plan["iteration_time"]))[: question["most"]]:
         (lanes,) = plan["pipeline_list"]

@@ -23,7 +23,7 @@ ROUNDS, FIRST_PIPELINES = 60, (1, 2, 4)
 
 
 def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> list[Plan]:
-    """Return its plans from some first numbers of pipelines, best first by its own throughput.
+    """Return FlashFlex's plans for several first numbers of pipelines, best first by its own throughput.
 
     Raises:
         NoPlan: it has none.
@@ -31,7 +31,7 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> list[Pla
     if case.model.name not in MODELS or case.seq_len != 4096:
         raise NoPlan("it plans Llama of 7B, 13B and 30B with 4,096 tokens only")
     network_gb_per_s = case.cluster.network.bytes_per_s / 1e9
-    found, reasons = list[tuple[float, Plan]](), []
+    rated_plans, reasons = list[tuple[float, Plan]](), []
     with tempfile.TemporaryDirectory() as folder:
         machines = Path(folder) / "machines.json"
         machines.write_text(json.dumps(_machines(case)))
@@ -50,16 +50,16 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> list[Pla
             command = [python, "main.py", *(str(x) for name, value in options.items() for x in (f"--{name}", value))]
             try:
                 printed = printed_by(command, checkout / "experimental", timeout_s)
-                found.append(_read(case, printed))
+                rated_plans.append(_read(case, printed))
             except NoPlan as reason:
                 reasons.append(str(reason))
-    if not found:
+    if not rated_plans:
         raise NoPlan("; ".join(dict.fromkeys(reasons)))
-    return [plan for _, plan in sorted(found, key=lambda each: -each[0])]
+    return [plan for _, plan in sorted(rated_plans, key=lambda each: -each[0])]
 
 
 def _machines(case: Case) -> dict[str, object]:
-    """Every node as a machine: Tflop/s, GiB and GB/s inside."""
+    """Return every node as a machine of its JSON file: Tflop/s, GiB and GB/s inside."""
     specs, amounts = {}, {}
     for i, node in enumerate(case.cluster.nodes):
         device = node.devices[0]
@@ -73,7 +73,7 @@ def _machines(case: Case) -> dict[str, object]:
 
 
 def _read(case: Case, printed: str) -> tuple[float, Plan]:
-    """Its throughput and its plan."""
+    """Return its throughput and its plan from its output."""
     rate = re.search(r"Optimal Throughput: ([\d.]+)", printed)
     devices = [ast.literal_eval(text) for text in re.findall(r"- devices: (\[.*\])", printed)]
     layers = [ast.literal_eval(text) for text in re.findall(r"- layer partitions: (\[.*\])", printed)]

@@ -1,4 +1,4 @@
-"""A peer's plan under our cost model: all samples counted, and the recomputation that is best for it."""
+"""Judge a peer's plan by our cost model: all samples counted, with the best recomputation for the plan."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 
 SIZES = (1, 2, 4)
-MOST_PLANS = 500  # of a peer that are tried until one fits into memory
+MAX_PLANS = 500  # of a peer that are tried until one fits into memory
 
 
 class NoPlan(Exception):
-    """A peer has no plan, or one that ours cannot say; the message is the reason."""
+    """A peer has no plan, or one that ours cannot express; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What all planners are asked.
+    """A planning task for all planners.
 
     Args:
         name: for the table.
         cluster: the devices.
-        model: what is trained.
+        model: to train.
         batch: samples of a step.
         seq_len: tokens of a sequence.
     """
@@ -50,7 +50,7 @@ class PeerStage:
 
     Args:
         node: of its devices.
-        size: devices, which it cuts by tensor parallelism.
+        size: number of devices, between which tensor parallelism divides it.
         layers: of the stage.
     """
 
@@ -60,15 +60,15 @@ class PeerStage:
 
 
 def plan_of(case: Case, pipelines: Sequence[Sequence[PeerStage]], batches: Sequence[tuple[int, int]]) -> Plan:
-    """Return a peer's pipelines as a plan file's value.
+    """Return a peer's pipelines as a `Plan`.
 
     Args:
-        case: what was asked.
+        case: the task.
         pipelines: stages in order; the devices of a node are of one kind.
-        batches: samples of a micro-batch and number of them, by pipeline.
+        batches: samples of a micro-batch and number of micro-batches, by pipeline.
 
     Raises:
-        NoPlan: the samples are not the batch, or it is no plan of ours.
+        NoPlan: the samples are not the batch, or ours cannot express the plan.
     """
     samples = sum(size * count for size, count in batches)
     if samples != case.batch:
@@ -82,10 +82,10 @@ def plan_of(case: Case, pipelines: Sequence[Sequence[PeerStage]], batches: Seque
     ranks = ranks_of_blocks(pools, blocks)
     model = case.model
     values = []
-    for stages, own, (size, count) in zip(pipelines, ranks, batches, strict=True):
+    for stages, pipeline_ranks, (size, count) in zip(pipelines, ranks, batches, strict=True):
         stops = list(accumulate(stage.layers for stage in stages))
         inner = ["one" if stage.size == 1 else "tensor" for stage in stages]
-        placed = zip(stages, own, stops, inner, strict=True)
+        placed = zip(stages, pipeline_ranks, stops, inner, strict=True)
         parts = tuple(Stage(ranks=r, layers=(stop - s.layers, stop), inner=how) for s, r, stop, how in placed)
         values.append(Pipeline(stages=parts, micro_batch_size=size, micro_batches=count))
     try:
@@ -99,16 +99,16 @@ def plan_of(case: Case, pipelines: Sequence[Sequence[PeerStage]], batches: Seque
 
 
 def best_that_fits(case: Case, plans: Iterable[Plan]) -> tuple[int, float]:
-    """Return the first of a peer's plans that fits into memory: its rank, from 1, and its step.
+    """Return the first of a peer's plans that fits into memory: its rank, counted from 1, and its step.
 
-    The step is that with the recomputation that is best for the plan.
+    The step is that with the best recomputation for the plan.
 
     Raises:
         NoPlan: there is no plan, or none of the first ones fits.
     """
     models = recomputing_or_not(case.cluster, case.model, Workload(seq_len=case.seq_len))
     reason = "it has no plan that ours can say"
-    for rank, plan in enumerate(islice(plans, MOST_PLANS), 1):
+    for rank, plan in enumerate(islice(plans, MAX_PLANS), 1):
         outcomes = [_step_s_or_reason(costs, plan) for costs in models]
         steps = [outcome for outcome in outcomes if isinstance(outcome, float)]
         if steps:
@@ -126,19 +126,19 @@ def _step_s_or_reason(costs: StageCosts, plan: Plan) -> float | str:
 
 
 def our_s(case: Case) -> float:
-    """Our plan of the same case."""
+    """Return the step of our plan for the same case."""
     work = Workload(seq_len=case.seq_len)
     return plan_pipelines(case.cluster, case.model, work, case.batch, micro_batch_sizes=SIZES).step_s
 
 
 def shared_evenly(samples: int, pipelines: int, size: int) -> list[tuple[int, int]]:
-    """Micro-batches of equal pipelines: as even as whole ones can be, the first ones take what is left."""
-    number, left = divmod(samples // size, pipelines)
-    return [(size, number + (i < left)) for i in range(pipelines)]
+    """Return the micro-batches of equal pipelines: as even as possible, more for the first ones."""
+    number, remainder = divmod(samples // size, pipelines)
+    return [(size, number + (i < remainder)) for i in range(pipelines)]
 
 
 def row_text(row: dict[str, Any]) -> str:
-    """A cell of the table: seconds over ours, or the reason."""
+    """Return a cell of the table: seconds over ours, or the reason."""
     if "over_ours" not in row:
         return str(row["reason"])
     rank = f", its plan {row['its_rank']}" if row.get("its_rank", 1) > 1 else ""

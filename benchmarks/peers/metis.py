@@ -34,17 +34,17 @@ NAMES = ("A100", "V100", "P100", "T4")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIB = 2**20
 VARIANCE, MAX_PERMUTATION = 1, 4
-MOST_SLOTS = 8  # a power of two; it reads one digit
+MAX_SLOTS = 8  # a power of two; it reads one digit
 
 
 def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator[Plan]:
-    """Yield its plans whose stages share one degree of data parallelism, best first by its own cost.
+    """Yield Metis' plans whose stages have the same degree of data parallelism, best first by its own cost.
 
     Raises:
-        NoPlan: it does not end, or cannot be asked.
+        NoPlan: it does not end, or cannot express the case.
     """
     costs = CalibratedStageCosts(case.cluster, case.model, Workload(seq_len=case.seq_len))
-    slots = gcd(*(len(node.devices) for node in case.cluster.nodes), MOST_SLOTS)
+    slots = gcd(*(len(node.devices) for node in case.cluster.nodes), MAX_SLOTS)
     if len(costs.pools.kinds) > len(NAMES):
         raise NoPlan(f"it takes up to {len(NAMES)} kinds of devices")
     nodes = _nodes(case, slots)
@@ -75,7 +75,7 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
 
 
 def _nodes(case: Case, slots: int) -> list[int]:
-    """Nodes of ours that it is given, one for every ``slots`` devices: a power of two of them, the fastest."""
+    """Return the nodes that it gets, one for every ``slots`` devices: the fastest ones, a power of two of them."""
     speed = [node.devices[0].peak_flops_per_s for node in case.cluster.nodes]
     every = [i for i, node in enumerate(case.cluster.nodes) for _ in range(len(node.devices) // slots)]
     fastest = sorted(every, key=lambda i: -speed[i])[: 1 << (len(every).bit_length() - 1)]
@@ -83,7 +83,7 @@ def _nodes(case: Case, slots: int) -> list[int]:
 
 
 def _write(folder: Path, case: Case, costs: CalibratedStageCosts, nodes: Sequence[int], slots: int) -> None:
-    """Profiles, hostfile and clusterfile, with nodes of ``slots`` devices."""
+    """Write profiles, hostfile and clusterfile, with nodes of ``slots`` devices."""
     (folder / "profiles").mkdir()
     for kind in range(len(costs.pools.kinds)):
         for size in sizes_up_to(slots):
@@ -107,7 +107,7 @@ def _write(folder: Path, case: Case, costs: CalibratedStageCosts, nodes: Sequenc
 
 
 def _profile(costs: CalibratedStageCosts, kind: int, size: int, samples: int) -> dict[str, object] | None:
-    """Embedding, layers and head of one device kind, tensor degree and micro-batch, in its format."""
+    """Return embedding, layers and head of one device kind, tensor degree and micro-batch, in its format."""
     option = costs.stage(kind, size, "one" if size == 1 else "tensor", samples, 1)
     if option is None:
         return None
@@ -144,7 +144,7 @@ def _profile(costs: CalibratedStageCosts, kind: int, size: int, samples: int) ->
 
 
 def _read(case: Case, costs: CalibratedStageCosts, printed: str, devices: Mapping[int, int]) -> Iterator[Plan]:
-    """The plans of its table that ours can say, in its order."""
+    """Yield those plans of its table that ours can express, in its order."""
     for line in printed.splitlines():
         parts = re.fullmatch(r"\d+, [\d.]+, (\(.*?\)|\[.*?\]), (\[[\d, ]*\]), (\[.*?\]), (\d+), (\[[\d, ]*\])", line)
         if parts is None:
@@ -169,7 +169,7 @@ def _converted(
     micro_batches: int,
     layers: Sequence[int],
 ) -> Plan:
-    """Lanes of one plan: nodes of its ranks, devices of its stages, and degrees of data and tensor parallelism."""
+    """Return the pipelines of one plan, from the nodes of its ranks, devices of its stages, and parallel degrees."""
     nodes, groups, strategies = placed
     data = strategies[0][0]
     size, rest = divmod(case.batch // micro_batches, data)
@@ -182,10 +182,10 @@ def _converted(
     first = 0
     for devices, (_, tensor), count in zip(groups, strategies, counts, strict=True):
         for lane in range(data):
-            own = nodes[first + lane * tensor : first + (lane + 1) * tensor]
-            if len(set(own)) > 1:
+            stage_nodes = nodes[first + lane * tensor : first + (lane + 1) * tensor]
+            if len(set(stage_nodes)) > 1:
                 raise NoPlan("a stage of its plan spans machines")
             if count:
-                lanes[lane].append(PeerStage(own[0], tensor, count))
+                lanes[lane].append(PeerStage(stage_nodes[0], tensor, count))
         first += devices
     return plan_of(case, lanes, [(size, micro_batches)] * data)

@@ -1,4 +1,4 @@
-"""Start a peer's program and read what it prints."""
+"""Start a peer's program and read its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def printed_by(
         NoPlan: it fails, or takes longer than ``timeout_s``.
     """
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             cwd=folder,
             env={**os.environ, **(environment or {})},
@@ -30,7 +30,7 @@ def printed_by(
         )
     except subprocess.TimeoutExpired:
         raise NoPlan(f"no end within {timeout_s:.0f} s") from None
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise NoPlan(f"it ends with {done.returncode}: {' '.join(last)[:200]}")
-    return done.stdout
+    if completed.returncode:
+        last = (completed.stderr.strip() or completed.stdout.strip()).splitlines()[-1:]
+        raise NoPlan(f"it ends with {completed.returncode}: {' '.join(last)[:200]}")
+    return completed.stdout

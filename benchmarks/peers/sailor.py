@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.judge import MOST_PLANS, Case, NoPlan, PeerStage, plan_of, shared_evenly
+from benchmarks.peers.judge import MAX_PLANS, Case, NoPlan, PeerStage, plan_of, shared_evenly
 from benchmarks.peers.process import printed_by
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage_memory import CalibratedStageMemory
@@ -34,14 +34,14 @@ ZONE = "us-central1-a"
 DEGREES, SAMPLES = (1, 2, 4), (1, 2, 4)
 EDGE_S = 1e-6  # of what it wants a time for and our cost model has none
 HALF = 2  # bytes of an element
-NEAR_GIB = 1.05  # a device of 40 GB has less than 40 GiB, one of 80 GB sold as 80 GiB has more
+MEMORY_TOLERANCE = 1.05  # a device of 40 GB has less than 40 GiB, one of 80 GB sold as 80 GiB has more
 
 
 def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator[Plan]:
-    """Yield its plans, best first by its own time.
+    """Yield Sailor's plans, best first by its own time.
 
     Raises:
-        NoPlan: it does not end, cannot be asked, or has no plan.
+        NoPlan: it does not end, cannot express the case, or has no plan.
     """
     costs = CalibratedStageCosts(case.cluster, case.model, Workload(seq_len=case.seq_len))
     names = _names(costs)
@@ -53,33 +53,33 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
         _write(folder, case, costs, names)
         driver = Path(__file__).with_name("sailor_driver.py")
         printed_by([python, str(driver), str(library), str(folder)], folder, timeout_s)
-        found = json.loads((folder / "plans.json").read_text())
-    if not found:
+        its_plans = json.loads((folder / "plans.json").read_text())
+    if not its_plans:
         raise NoPlan("it finds no plan that fits")
     kind_of = {name: kind for kind, name in names.items()}
     kinds = {index: kind_of[name] for index, name in enumerate(sorted(kind_of))}
-    for plan in found:
+    for plan in its_plans:
         with contextlib.suppress(NoPlan):
             yield on_nodes(case, costs, kinds, plan)
 
 
 def _names(costs: CalibratedStageCosts) -> dict[int, str]:
-    """Its name for every kind of ours that it is given: the free one with the least memory that is enough."""
+    """Return its name for every kind of device: the unused one with the least memory that is enough."""
     sizes = [kind.device.memory_bytes / 2**30 for kind in costs.pools.kinds]
     speeds = [0.0] * len(sizes)
     for pool in costs.pools.pools:
         speeds[pool.kind] += len(pool.ranks) * costs.pools.kinds[pool.kind].device.peak_flops_per_s
-    given = sorted(range(len(sizes)), key=lambda kind: -speeds[kind])[: len(MEMORY_GIB)]
-    free, chosen = sorted(MEMORY_GIB, key=MEMORY_GIB.__getitem__), dict[int, str]()
-    for kind in sorted(given, key=lambda kind: (-sizes[kind], -speeds[kind])):
-        enough = (name for name in free if NEAR_GIB * MEMORY_GIB[name] > sizes[kind])
-        chosen[kind] = next(enough, free[-1])
-        free.remove(chosen[kind])
-    return chosen
+    kinds_by_speed = sorted(range(len(sizes)), key=lambda kind: -speeds[kind])[: len(MEMORY_GIB)]
+    free, chosen_kinds = sorted(MEMORY_GIB, key=MEMORY_GIB.__getitem__), dict[int, str]()
+    for kind in sorted(kinds_by_speed, key=lambda kind: (-sizes[kind], -speeds[kind])):
+        enough = (name for name in free if MEMORY_TOLERANCE * MEMORY_GIB[name] > sizes[kind])
+        chosen_kinds[kind] = next(enough, free[-1])
+        free.remove(chosen_kinds[kind])
+    return chosen_kinds
 
 
 def _write(folder: Path, case: Case, costs: CalibratedStageCosts, names: dict[int, str]) -> None:
-    """Everything that its planner reads."""
+    """Write all files that its planner reads."""
     model = case.model
     for kind, name in names.items():
         (folder / name).mkdir()
@@ -103,7 +103,7 @@ def _write(folder: Path, case: Case, costs: CalibratedStageCosts, names: dict[in
         "files": [f"{folder}/", *(str(folder / file) for file in files)],
         "quotas": str(folder / "quotas.json"),
         "devices": {ZONE: counts},
-        "most": MOST_PLANS,
+        "most": MAX_PLANS,
     }
     _dump(folder / "question.json", question)
 
@@ -113,7 +113,10 @@ def _dump(path: Path, content: object) -> None:
 
 
 def _profile(costs: CalibratedStageCosts, kind: int, samples: int) -> dict[str, Any]:
-    """Forward, backward and update of every layer in seconds, by tensor degree; embedding first, head last."""
+    """Return the seconds of forward, backward and update of every layer, by tensor degree.
+
+    Embedding first, head last.
+    """
     profile = {}
     for degree in DEGREES:
         option = costs.stage(kind, degree, "one" if degree == 1 else "tensor", samples, 1)
@@ -127,33 +130,33 @@ def _profile(costs: CalibratedStageCosts, kind: int, samples: int) -> dict[str, 
 
 
 def sizes_of_layers(costs: CalibratedStageCosts, degree: int) -> dict[str, Any]:
-    """Parameters and kept activations of every layer on one of ``degree`` devices, in elements."""
+    """Return parameters and saved activations of every layer on one of ``degree`` devices, in elements."""
     model = costs.model
     option = costs.stage(0, degree, "one" if degree == 1 else "tensor", 1, 1)
     assert option is None or isinstance(option.memory, CalibratedStageMemory)
-    kept = 0 if option is None else int(option.memory.kept_bytes / HALF)
+    activation_elements = 0 if option is None else int(option.memory.saved_bytes / HALF)
     output = costs.seq_len * model.hidden_size
     table = model.vocab_size * model.hidden_size // degree
 
     def entry(parameters: int, activations: int) -> dict[str, int]:
         return {"params_floats": parameters, "act_mem_floats": activations, "act_output_floats": output}
 
-    layers = [entry(table, output), *[entry(model.layer_parameters // degree, kept)] * model.num_layers]
-    return {str(i): each for i, each in enumerate([*layers, entry(table, output)])}
+    layers = [entry(table, output), *[entry(model.layer_parameters // degree, activation_elements)] * model.num_layers]
+    return {str(i): layer_entry for i, layer_entry in enumerate([*layers, entry(table, output)])}
 
 
 def on_nodes(case: Case, costs: CalibratedStageCosts, kinds: Mapping[int, int], plan: dict[str, Any]) -> Plan:
-    """Return lanes of groups of devices as pipelines: large groups take their places first, lanes stay on their nodes.
+    """Return its groups of devices as pipelines: large groups are placed first, and pipelines stay on their nodes.
 
     Args:
-        case: what was asked.
-        costs: gives the devices.
-        kinds: of ours, by the planner's number.
-        plan: its ``micro_batch_size``, ``layers`` of every stage with the embedding and the head as layers of their
-            own, and ``groups`` by stage and lane: kind and number of devices.
+        case: the task.
+        costs: has the devices.
+        kinds: of devices, by the planner's number.
+        plan: its ``micro_batch_size``, ``layers`` of every stage with embedding and head as layers, and ``groups`` by
+            stage and pipeline: kind and number of devices.
 
     Raises:
-        NoPlan: a group spans machines, or the lanes do not share the batch.
+        NoPlan: a group spans machines, or the pipelines do not share the batch.
     """
     size, counts = plan["micro_batch_size"], list(plan["layers"])
     counts[0] -= 1  # the embedding and the head are layers of its own
@@ -166,11 +169,11 @@ def on_nodes(case: Case, costs: CalibratedStageCosts, kinds: Mapping[int, int], 
     node_of: dict[tuple[int, int], int] = {}
     for lane, stage in sorted(places, key=lambda place: (-plan["groups"][place[1]][place[0]][1], place)):
         index, devices = plan["groups"][stage][lane]
-        own = {node for (other, _), node in node_of.items() if other == lane}
-        room = [node for (kind, node), left in free.items() if kind == kinds[index] and left >= devices]
+        used_nodes = {node for (other, _), node in node_of.items() if other == lane}
+        room = [node for (kind, node), num_free in free.items() if kind == kinds[index] and num_free >= devices]
         if not room:
             raise NoPlan("a stage of its plan spans machines")
-        node = min(room, key=lambda node: (node not in own, node))
+        node = min(room, key=lambda node: (node not in used_nodes, node))
         free[kinds[index], node] -= devices
         node_of[lane, stage] = node
     pipelines = [

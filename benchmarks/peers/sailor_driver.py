@@ -1,7 +1,7 @@
-"""Ask Sailor's planner from inside its interpreter: ``python sailor_driver.py LIBRARY_FOLDER FOLDER``.
+"""Call Sailor's planner in an interpreter with its library: ``python sailor_driver.py LIBRARY_FOLDER FOLDER``.
 
-FOLDER has ``question.json`` with the arguments of its planner, and gets ``plans.json``, best first by its own time. It
-imports nothing of this project, since the interpreter may have none of it.
+FOLDER has ``question.json`` with the arguments of its planner, and gets ``plans.json``, best first by Sailor's own
+time. It imports nothing of this project, which the interpreter may not have.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 
 
 def main(library: str, folder: Path) -> None:
+    """Read the question, call the planner, write its plans."""
     sys.path.insert(0, library)
     planner = importlib.import_module("libplanner")
     question = json.loads((folder / "question.json").read_text())
-    found = planner.SailorPlanner(*question["files"], True, True, question["quotas"], "throughput").get_sorted_plans(
-        question["devices"], 0.0, 0.0
-    )
+    its_plans = planner.SailorPlanner(
+        *question["files"], True, True, question["quotas"], "throughput"
+    ).get_sorted_plans(question["devices"], 0.0, 0.0)
     plans = [
         {
             "step_s": plan.get_Tpp(),
@@ -26,7 +27,7 @@ def main(library: str, folder: Path) -> None:
             "layers": [len(stage) for stage in plan.get_stages()],
             "groups": [[list(group)[:2] for group in stage] for stage in plan.get_config_per_stage()],
         }
-        for plan in found[: question["most"]]
+        for plan in its_plans[: question["most"]]
     ]
     (folder / "plans.json").write_text(json.dumps(plans))
 

@@ -1,1 +1,1 @@
-"""Pipelines of unequal stages on an emulated cluster: `python -m benchmarks.pipelines`."""
+"""Benchmark of pipelines with unequal stages on an emulated cluster: `python -m benchmarks.pipelines`."""

@@ -1,12 +1,12 @@
-"""Pipelines of unequal stages on an emulated cluster of two nodes over 1 Gbit/s.
+"""Measure pipelines with unequal stages on an emulated cluster of two nodes over 1 Gbit/s.
 
     python -m benchmarks.pipelines                       # all cases
     python -m benchmarks.pipelines --cases 4:3:2:1       # one of them
 
-Our plan, HexiScale's as described, pure sequence parallelism, the best uniform grids, DeepSpeed's own PipelineEngine
-with equal stages, and plans that are worse on purpose train by turns in the same processes; predictions stand beside.
-On equal ranks, equal stages run under both engines, and on pairs of like ranks six plans with tensor stages. Then the
-peak memory of every rank against the plan's figure, and a rank that slows down to 40 % while the job runs.
+These train alternately in the same processes: our plan, HexiScale's as described, pure sequence parallelism, the best
+uniform grids, DeepSpeed's own PipelineEngine with equal stages, and deliberately worse plans. Predictions are printed,
+too. On equal ranks, equal stages run under both engines, and on pairs of equal ranks six plans with tensor stages. Then
+the peak memory of every rank is compared with the plan's, and a rank is slowed down to 40 % during a job.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 100e-6
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured on one cluster.
+    """The measurement on one cluster.
 
     Args:
-        speeds: of the ranks, by node.
-        measure: on every rank.
-        summarize: what it came to.
-        choose: the plans.
-        cores: of all ranks together. Their communication threads need the rest: at 1.4 of two cores a message takes up
-            to 4 ms longer than at 1.
+        speeds: of the ranks, by node. measure: called on every rank. summarize: makes the result. choose: returns the
+        plans. cores: of all ranks together. Their communication threads need the rest: with 1.4 of two cores a message
+        takes up
+            to 4 ms longer than with 1.
     """
 
     speeds: tuple[tuple[float, ...], ...]
@@ -70,7 +68,7 @@ _HEADS = 12  # which 4 and 6 ranks share evenly
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     console = Console(stderr=True)
@@ -83,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.cases:
         with progress(console) as report, emulate(_cluster(name)) as emulated:
             contest = Contest(_task(options), CASES[name].choose, options.plans, options.rounds, options.budget)
-            found = emulated.run(CASES[name].measure, contest, on_report=report)[0]
-        result["cases"].append({"name": name, **found, "summary": CASES[name].summarize(found)})
+            measured = emulated.run(CASES[name].measure, contest, on_report=report)[0]
+        result["cases"].append({"name": name, **measured, "summary": CASES[name].summarize(measured)})
     result["seconds"] = round(time.perf_counter() - begin, 1)
     output = options.output or FOLDER / "pipelines.json"
     write(result, output)
@@ -96,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipelines", description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--plans", type=int, default=10, help="that are measured beside DeepSpeed's own engine")
@@ -124,7 +123,10 @@ def _task(options: argparse.Namespace) -> Task:
 def _cluster(name: str) -> EmulatedCluster:
     speeds = CASES[name].speeds
     total = sum(map(sum, speeds))
-    nodes = tuple(EmulatedNode(speeds=own, link_bit_per_s=LINK_BIT_PER_S, link_delay_s=LINK_DELAY_S) for own in speeds)
+    nodes = tuple(
+        EmulatedNode(speeds=node_speeds, link_bit_per_s=LINK_BIT_PER_S, link_delay_s=LINK_DELAY_S)
+        for node_speeds in speeds
+    )
     return EmulatedCluster(nodes=nodes, fastest_cores=min(0.6, CASES[name].cores * max(map(max, speeds)) / total))
 
 

@@ -1,4 +1,4 @@
-"""Whole training steps of a small Llama under a plan, and under DeepSpeed's own PipelineEngine."""
+"""Train whole steps of a small Llama under a plan, and under DeepSpeed's own PipelineEngine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IGNORED = -100
 
 
 def batch_of(task: Task) -> dict[str, Tensor]:
-    """The global batch of every step: steps are measured, not loaders."""
+    """Return the global batch of every step; steps are measured, not loaders."""
     tokens = torch.randint(VOCABULARY, (task.samples, task.tokens), generator=torch.Generator().manual_seed(1))
     return {"input_ids": tokens, "labels": tokens}
 
@@ -53,9 +53,9 @@ def engine_of(plan: Plan, task: Task, section: Mapping[str, Any] = types.Mapping
     """Return the engine that runs a plan of pipelines.
 
     Args:
-        plan: what all ranks do.
-        task: gives the model.
-        section: other keys of the section.
+        plan: of all ranks.
+        task: has the model.
+        section: further keys of the section.
 
     Caller: every rank of the world.
     """
@@ -67,7 +67,7 @@ def engine_of(plan: Plan, task: Task, section: Mapping[str, Any] = types.Mapping
 
 
 def _sequence_step(plan: Plan, task: Task) -> Step:
-    """Sequence parallelism over all ranks: micro-batches of one sequence, one after the other."""
+    """Return the step of sequence parallelism over all ranks: micro-batches of one sequence, one after the other."""
     deepspeed.init_distributed("gloo", verbose=False)
     handle = ds_hetero.register()
     model = trained_model(task.shape, task.tokens, "sdpa")
@@ -75,8 +75,8 @@ def _sequence_step(plan: Plan, task: Task) -> Step:
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": task.samples}
     config = {**sizes, "sequence_parallel_size": dist.get_world_size(), "heterogeneity": section}
     engine = _initialize(model, config)
-    whole = batch_of(task)
-    rows = repeat([{name: entry[i : i + 1] for name, entry in whole.items()} for i in range(task.samples)])
+    whole_batch = batch_of(task)
+    rows = repeat([{name: entry[i : i + 1] for name, entry in whole_batch.items()} for i in range(task.samples)])
     shards = iter(handle.for_engine(engine).dataloader((row for step in rows for row in step), batches="same"))
 
     def step() -> float:
@@ -102,7 +102,7 @@ def _initialize(model: nn.Module, config: dict[str, Any]) -> Any:
 
 
 def stock_step(task: Task) -> Step:
-    """DeepSpeed's PipelineEngine, a stage of equally many layers on every rank. Caller: every rank of the world."""
+    """Return the step of DeepSpeed's PipelineEngine, with equal stages. Caller: every rank of the world."""
     deepspeed.init_distributed("gloo", verbose=False)
     model = trained_model(task.shape, task.tokens, "sdpa")
     decoder = model.model
@@ -120,8 +120,8 @@ def stock_step(task: Task) -> Step:
         "gradient_clipping": 1.0,
         "steps_per_print": 10**6,
     }
-    held = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(held, lr=1e-4)
+    trained_parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained_parameters, lr=1e-4)
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     tokens = batch_of(task)["input_ids"]
     targets = nn.functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
@@ -130,7 +130,7 @@ def stock_step(task: Task) -> Step:
 
 
 class _Layer(nn.Module):
-    """A layer of the decoder as DeepSpeed's pipelines call it: hidden states in, hidden states out."""
+    """A layer of the decoder in the form of DeepSpeed's pipelines: hidden states in, hidden states out."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""Peak memory of every rank under a plan, against the plan's own figure.
+"""Compare the peak memory of every rank under a plan with the plan's prediction.
 
-Counted are torch's allocations: what a rank holds between two steps (parameters, owned values, optimizer state), and by
-how much allocations rise at most during a step. Memory of the interpreter, of libraries and of gloo is not counted, as
-a plan counts none of it.
+Counted are torch's allocations: the bytes of a rank between two steps (parameters, owned values, optimizer state), and
+the largest increase during a step. Memory of the interpreter, of libraries and of gloo is not counted, as in plans.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ _REPEATS = 3
 
 
 def measure_memory(lab: RankLab, contest: Contest) -> dict[str, Any]:
-    """Peaks under every plan, one engine after the other; the same on every rank."""
+    """Return the peaks under every plan, one engine after the other; the same on every rank."""
     cluster = cluster_of(lab)
-    chosen = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
+    candidates = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
     plans = {}
-    for done, candidate in enumerate(each for each in chosen if not each.plan.is_replicas):
-        lab.report(0.1 + 0.9 * done / len(chosen), f"memory of {candidate.name}")
+    staged = [candidate for candidate in candidates if not candidate.plan.is_replicas]
+    for done, candidate in enumerate(staged):
+        lab.report(0.1 + 0.9 * done / len(candidates), f"memory of {candidate.name}")
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, _peak_bytes(candidate, contest))
         plans[candidate.name] = {
@@ -43,6 +43,7 @@ def measure_memory(lab: RankLab, contest: Contest) -> dict[str, Any]:
 
 
 def _peak_bytes(candidate: Candidate, contest: Contest) -> int:
+    """Return the peak of this rank under one plan."""
     from benchmarks.pipelines.contenders import batch_of, engine_of, step_with
 
     engine = engine_of(candidate.plan, contest.task)
@@ -54,13 +55,15 @@ def _peak_bytes(candidate: Candidate, contest: Contest) -> int:
         dist.barrier()
 
     rise = min(peak_allocations(step, _REPEATS, settle))
-    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _held(engine)}.values())
+    held_bytes = sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _held_tensors(engine)}.values()
+    )
     engine.destroy()
-    return held + rise
+    return held_bytes + rise
 
 
-def _held(engine: Any) -> Iterator[Tensor]:
-    """Bytes that a rank keeps between steps."""
+def _held_tensors(engine: Any) -> Iterator[Tensor]:
+    """Yield the bytes that a rank holds between steps."""
     optimizer = engine.optimizer
     yield from map(local_tensor, engine.module.parameters())
     yield from engine.module.buffers()

@@ -1,4 +1,4 @@
-"""The plans that are measured: ours, those of other planners, uniform grids, and others that differ from them."""
+"""The plans to measure: ours, those of other planners, uniform grids, and variations of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.finish import finish, to_plan
-from ds_hetero.planner.pipeline_search.given_layers import judge_layers
+from ds_hetero.planner.pipeline_search.given_layers import evaluate_with_layers
 from ds_hetero.planner.pipeline_search.uniform_grids import uniform_grids
+from ds_hetero.planner.pipelines.baselines import best_sequence
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines
-from ds_hetero.planner.pipelines.rivals import best_sequence
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 
@@ -30,7 +30,7 @@ _MOVES = ((0, -1, 3), (-1, 0, 2), (0, 1, 4))  # stages that give and take layers
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A training task.
 
     Args:
         shape: of the model.
@@ -45,10 +45,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that is measured.
+    """A plan to measure.
 
     Args:
-        name: begins with one of this module's names where it is one of them.
+        name: for a kind of plan named in this module, it begins with that name.
         plan: of pipelines, or of one stage of sequence parallelism.
         predicted_s: of a step.
         memory_bytes: predicted, by rank.
@@ -61,31 +61,31 @@ class Candidate:
 
 
 def candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
-    """Return the planner's plan, then those of published planners, then others until there are ``most``."""
+    """Return the planner's plan, those of published planners, then others up to ``most`` plans."""
     work = workload(task.tokens)
     model = model_of(task.shape)
     costs = CalibratedStageCosts(cluster, model, work)
     goal = costs.time_objective()
     ours = plan_pipelines(cluster, model, work, task.samples, costs=costs, micro_batch_sizes=_SIZES).plan
-    found = [_candidate(OURS, ours)]
+    candidates = [_candidate(OURS, ours)]
     other = plan_hexiscale(costs, goal, task.samples, _SIZES)
     if other is not None:
-        found.append(_candidate(HEXISCALE, to_plan(costs, finish(costs, other))))
+        candidates.append(_candidate(HEXISCALE, to_plan(costs, finish(costs, other))))
     sequence = best_sequence(cluster, model, work, task.samples, (1,), goal)
     if sequence.plan is not None and sequence.step_s is not None:
-        found.append(Candidate(SEQUENCE, sequence.plan, sequence.step_s, {}))
-    found += _grids(costs, goal, task)
+        candidates.append(Candidate(SEQUENCE, sequence.plan, sequence.step_s, {}))
+    candidates += _grids(costs, goal, task)
     for plan in _moved(ours):
-        if len(found) >= most:
+        if len(candidates) >= most:
             break
-        found.append(_candidate(f"moved {len(found)}", to_plan(costs, judge_plan(costs, plan, goal))))
-    return found
+        candidates.append(_candidate(f"moved {len(candidates)}", to_plan(costs, judge_plan(costs, plan, goal))))
+    return candidates
 
 
 def tensor_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
-    """Return six plans with tensor stages, ``most`` of them at most, on two nodes of two like ranks each.
+    """Return six plans with tensor stages, ``most`` of them at most, on two nodes of two equal ranks each.
 
-    Pairs after pairs, pairs beside single ranks on either side of the slow link, and pipelines of equal and of
+    They are pairs after pairs, pairs beside single ranks on either side of the slow link, and pipelines of equal and of
     different degrees.
     """
     costs = CalibratedStageCosts(cluster, model_of(task.shape), workload(task.tokens))
@@ -128,18 +128,18 @@ def tensor_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate
 
 
 def equal_stages(cluster: Cluster, task: Task) -> Candidate:
-    """Return the pipeline of as many equal stages as there are ranks, which DeepSpeed's own engine also runs."""
+    """Return the pipeline with one equal stage per rank, which DeepSpeed's own engine also runs."""
     costs = CalibratedStageCosts(cluster, model_of(task.shape), workload(task.tokens))
     goal = costs.time_objective()
     grids = dict(uniform_grids(costs, task.samples, (1,)))
-    candidate = judge_layers(costs, goal, grids[f"tp1 pp{cluster.num_ranks} dp1 b1"])
+    candidate = evaluate_with_layers(costs, goal, grids[f"tp1 pp{cluster.num_ranks} dp1 b1"])
     if candidate is None:
         raise PlanError("equal stages do not fit into memory.")
     return _candidate(EQUAL, to_plan(costs, finish(costs, candidate)))
 
 
 def predicted_s(cluster: Cluster, task: Task, plan: Plan) -> float:
-    """Seconds of a step of a plan on a cluster, which need not be the one that it was made for."""
+    """Return the seconds of a step of a plan on a cluster, which may differ from the one that it was made for."""
     work = workload(task.tokens)
     if plan.is_replicas:
         cost = make_cost_model("calibrated", cluster, model_of(task.shape), replace(work, micro_batches=task.samples))
@@ -155,17 +155,17 @@ def _candidate(name: str, plan: Plan) -> Candidate:
 
 
 def _grids(costs: CalibratedStageCosts, goal: Objective, task: Task) -> list[Candidate]:
-    """The best uniform grids by prediction."""
+    """Return the best uniform grids by prediction."""
     judged = []
     for name, pipelines in uniform_grids(costs, task.samples, _SIZES):
-        candidate = judge_layers(costs, goal, pipelines)
+        candidate = evaluate_with_layers(costs, goal, pipelines)
         if candidate is not None:
             judged.append(_candidate(f"{GRID} {name}", to_plan(costs, finish(costs, candidate))))
-    return sorted(judged, key=lambda each: each.predicted_s)[:_GRIDS]
+    return sorted(judged, key=lambda candidate: candidate.predicted_s)[:_GRIDS]
 
 
 def _moved(plan: Plan) -> Iterator[Plan]:
-    """The plan with some layers moved from a stage to another one of the first pipeline that has several."""
+    """Yield the plan with some layers moved between stages of the first pipeline that has several."""
     at = next((i for i, pipeline in enumerate(plan.pipelines) if len(pipeline.stages) > 1), None)
     if at is None:
         return
@@ -173,11 +173,11 @@ def _moved(plan: Plan) -> Iterator[Plan]:
     for giver, taker, number in _MOVES:
         layers = [stage.num_layers or 0 for stage in stages]
         giver, taker = giver % len(stages), taker % len(stages)
-        moved = min(number, layers[giver] - 1)
-        if giver == taker or not moved:
+        num_moved = min(number, layers[giver] - 1)
+        if giver == taker or not num_moved:
             continue
-        layers[giver] -= moved
-        layers[taker] += moved
+        layers[giver] -= num_moved
+        layers[taker] += num_moved
         changed = replace(plan.pipelines[at], stages=_with_layers(stages, layers))
         yield replace(plan, pipelines=(*plan.pipelines[:at], changed, *plan.pipelines[at + 1 :]), predicted=None)
 

@@ -1,4 +1,4 @@
-"""A rank slows down in the middle of a run: how soon layers have moved away from it, and what a step takes then."""
+"""Slow a rank down during a run: how soon have layers moved away from it, and how long does a step take then?"""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _JUDGED = 8  # steps at the end
 
 
 def measure_replan(lab: RankLab, contest: Contest) -> dict[str, Any]:
-    """Steps of equal stages with re-planning, on ranks of which one loses speed; the same on every rank."""
+    """Return steps of equal stages with re-planning, on ranks of which one becomes slow; the same on every rank."""
     from benchmarks.pipelines.contenders import batch_of, engine_of, step_with
 
     cluster = cluster_of(lab)
-    chosen = of_rank_0(lambda: equal_stages(cluster, contest.task))
+    candidate = of_rank_0(lambda: equal_stages(cluster, contest.task))
     batch = batch_of(contest.task)
-    fixed = engine_of(chosen.plan, contest.task)
-    watched = engine_of(chosen.plan, contest.task, {"replan": {"enabled": True}})
+    fixed = engine_of(candidate.plan, contest.task)
+    watched = engine_of(candidate.plan, contest.task, {"replan": {"enabled": True}})
     steps = {"fixed": step_with(fixed, batch), "watched": step_with(watched, batch)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
@@ -53,9 +53,9 @@ def measure_replan(lab: RankLab, contest: Contest) -> dict[str, Any]:
 
 
 def _layers_by_rank(engine: Any) -> list[int]:
-    held = {name.split(".")[2] for name, _ in engine.module.named_parameters() if name.startswith("model.layers.")}
+    layers = {name.split(".")[2] for name, _ in engine.module.named_parameters() if name.startswith("model.layers.")}
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, len(held))
+    dist.all_gather_object(by_rank, len(layers))
     return by_rank
 
 

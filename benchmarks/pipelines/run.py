@@ -1,4 +1,4 @@
-"""On the ranks of the lab: engines of all plans, steps by turns, peaks of memory, a rank that loses speed."""
+"""Run on the ranks of the lab: engines of all plans, alternating steps, peaks of memory, a rank that becomes slow."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Contest:
-    """What is measured.
+    """The measurement.
 
     Args:
-        task: what is trained.
-        choose: makes the plans of a cluster and a task, so many at most.
-        plans: of them, at most; 0 for all.
+        task: to train.
+        choose: makes the plans of a cluster and a task, with a largest number.
+        plans: largest number of plans; 0 for all.
         rounds: turns of every contender at most.
-        budget_s: after which no further round begins.
+        budget_s: seconds after which no further round begins.
     """
 
     task: Task
@@ -45,31 +45,31 @@ class Contest:
 
 
 def measure_plans(lab: RankLab, contest: Contest) -> dict[str, Any]:
-    """Steps of ours, of its rivals and of other plans, by turns; the same on every rank."""
+    """Return steps of our plan, of baselines and of other plans, in turn; the same on every rank."""
     profile = _profile(lab)
     cluster = _at_asked_speeds(lab, profile)
-    chosen = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
-    return _by_turns(lab, contest, [*chosen], profile)
+    candidates = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
+    return _by_turns(lab, contest, [*candidates], profile)
 
 
 def measure_equal(lab: RankLab, contest: Contest) -> dict[str, Any]:
-    """Steps of equal stages under this engine and under DeepSpeed's, by turns."""
+    """Return steps of equal stages under this engine and under DeepSpeed's, in turn."""
     profile = _profile(lab)
     cluster = _at_asked_speeds(lab, profile)
     return _by_turns(lab, contest, of_rank_0(lambda: [equal_stages(cluster, contest.task)]), profile)
 
 
-def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: Profile) -> dict[str, Any]:
-    """Steps by turns, and among them looks at how fast the ranks are.
+def _by_turns(lab: RankLab, contest: Contest, candidates: list[Candidate], profile: Profile) -> dict[str, Any]:
+    """Run steps in turn, and between them measure how fast the ranks are.
 
-    Plans are chosen before, at the speeds that were asked for. What a plan is predicted to take is said again for the
-    speeds that ranks had in the turns: a machine may be faster or slower then than while it was profiled.
+    Plans are chosen before, at the requested speeds. Their steps are predicted again for the speeds that ranks had
+    during the turns: a machine may be faster or slower then than while it was profiled.
     """
     from benchmarks.pipelines.contenders import step_of, stock_step
 
     lab.report(0.1, "making engines")
     steps = {STOCK: stock_step(contest.task)}  # before any of ours is registered
-    for candidate in chosen:
+    for candidate in candidates:
         steps[candidate.name] = step_of(candidate.plan, contest.task)
     cpu_s: dict[str, list[float]] = {name: [] for name in steps}
     steps = {name: _counted(step, cpu_s[name]) for name, step in steps.items()}
@@ -87,7 +87,10 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: 
     dist.all_gather_object(by_rank, {name: median(spent[_WARM_UPS:]) for name, spent in cpu_s.items()})
     speeds = _speeds(lab, median(rates) / profile[1])
     meanwhile = of_rank_0(
-        lambda: {each.name: predicted_s(scaled(profile[0], speeds), contest.task, each.plan) for each in chosen}
+        lambda: {
+            candidate.name: predicted_s(scaled(profile[0], speeds), contest.task, candidate.plan)
+            for candidate in candidates
+        }
     )
     return {
         **lab.to_dict(),
@@ -102,14 +105,14 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: 
                 "predicted_s": meanwhile[candidate.name],
                 "plan": candidate.plan.to_dict(),
             }
-            for candidate in chosen
+            for candidate in candidates
         },
         **asdict(turns),
     }
 
 
 def _counted(step: Callable[[], float], cpu_s: list[float]) -> Callable[[], float]:
-    """The same step, which notes the CPU time that it takes of this rank's thread: what it waits for is not in it."""
+    """Return the step, which also records the CPU time of this rank's thread; waiting does not count."""
 
     def run() -> float:
         begin_s = time.thread_time()
@@ -121,7 +124,7 @@ def _counted(step: Callable[[], float], cpu_s: list[float]) -> Callable[[], floa
 
 
 def cluster_of(lab: RankLab) -> Cluster:
-    """What the planner may know: ranks profiled at equal speed, and scaled to their own. Caller: every rank."""
+    """Return the planner's knowledge: ranks profiled at equal speed, and scaled to theirs. Caller: every rank."""
     return _at_asked_speeds(lab, _profile(lab))
 
 
@@ -139,10 +142,13 @@ def _at_asked_speeds(lab: RankLab, profile: Profile) -> Cluster:
     return of_rank_0(lambda: scaled(profile[0], [cores / profile_cores for cores in lab.cluster.cores]))
 
 
-def _speeds(lab: RankLab, own: float) -> list[float]:
-    """Speeds of all ranks over that of the profile, alike where like ones were asked for. Caller: every rank."""
+def _speeds(lab: RankLab, local_speed: float) -> list[float]:
+    """Return the speeds of all ranks over those of the profile; equal where equal ones were requested.
+
+    Caller: every rank.
+    """
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
+    dist.all_gather_object(by_rank, local_speed)
     alike = {
         cores: [s for s, c in zip(by_rank, lab.cluster.cores, strict=True) if c == cores] for cores in lab.cluster.cores
     }
@@ -150,8 +156,8 @@ def _speeds(lab: RankLab, own: float) -> list[float]:
 
 
 def of_rank_0(make: Callable[[], T]) -> T:
-    """Return what ``make`` returns on rank 0. Caller: every rank."""
+    """Return the result of ``make`` on rank 0. Caller: every rank."""
     box: list[Any] = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    made: T = box[0]
-    return made
+    value: T = box[0]
+    return value

@@ -1,4 +1,4 @@
-"""From times to rows: which plan is fastest, how far predictions are off, and whether they rank plans rightly."""
+"""Summarize times: which plan is fastest, the errors of predictions, and whether they order plans correctly."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ CLEAR = 1.1  # pairs of plans whose measured times differ by less are not ranked
 BUSY_CORES = 0.2  # of other processes, from which on a figure is marked
 
 
-def summarize(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a contest came to: medians, errors of the predictions, pairs in the right order."""
-    medians = {name: median(seconds) for name, seconds in found["seconds"].items()}
-    predicted = {name: plan["predicted_s"] for name, plan in found["plans"].items()}
+def summarize(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary of a contest: medians, errors of the predictions, pairs in the right order."""
+    medians = {name: median(seconds) for name, seconds in measured["seconds"].items()}
+    predicted = {name: plan["predicted_s"] for name, plan in measured["plans"].items()}
     errors = {name: predicted[name] / medians[name] - 1 for name in predicted}
-    drift = [plan["predicted_s"] / plan["chosen_at_s"] - 1 for plan in found["plans"].values() if "chosen_at_s" in plan]
+    drift = [
+        plan["predicted_s"] / plan["chosen_at_s"] - 1 for plan in measured["plans"].values() if "chosen_at_s" in plan
+    ]
     pairs = [
         (a, b)
         for a, b in combinations(predicted, 2)
@@ -43,38 +45,38 @@ def summarize(found: Mapping[str, Any]) -> dict[str, Any]:
         best = min(grids, key=medians.__getitem__)
         summary |= {
             "best_grid": best,
-            "over_best_grid": _ratio(found, best, OURS),
-            "over_stock": _ratio(found, STOCK, OURS),
+            "over_best_grid": _ratio(measured, best, OURS),
+            "over_stock": _ratio(measured, STOCK, OURS),
             "fastest": min(medians, key=medians.__getitem__),
         }
     if EQUAL in medians:
-        summary["stock_over_equal"] = _ratio(found, STOCK, EQUAL)
+        summary["stock_over_equal"] = _ratio(measured, STOCK, EQUAL)
     return summary
 
 
-def _ratio(found: Mapping[str, Any], slow: str, fast: str) -> float:
-    """Median over the rounds of one contender's time over another's."""
-    return median(a / b for a, b in zip(found["seconds"][slow], found["seconds"][fast], strict=True))
+def _ratio(measured: Mapping[str, Any], slow: str, fast: str) -> float:
+    """Return the median over the rounds of one contender's time over another's."""
+    return median(a / b for a, b in zip(measured["seconds"][slow], measured["seconds"][fast], strict=True))
 
 
-def summarize_memory(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return measured over predicted memory by plan and rank, less one."""
+def summarize_memory(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return measured over predicted memory by plan and rank, minus one."""
     over = {
         name: {rank: plan["bytes"][rank] / predicted - 1 for rank, predicted in plan["predicted_bytes"].items()}
-        for name, plan in found["plans"].items()
+        for name, plan in measured["plans"].items()
     }
     return {"over_predicted": over, "worst": max(error for by_rank in over.values() for error in by_rank.values())}
 
 
-def summarize_replan(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return when layers had moved, and what it gained."""
-    return {key: found[key] for key in ("steps_until_moved", "gain", "loss_difference")} | {
-        "layers": found["layers"][-1]
+def summarize_replan(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return when layers had moved, and the gain."""
+    return {key: measured[key] for key in ("steps_until_moved", "gain", "loss_difference")} | {
+        "layers": measured["layers"][-1]
     }
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Tables of a result."""
+    """Print the tables of a result."""
     for case in result["cases"]:
         console.print(case["text"])
         if "medians" in case["summary"]:
@@ -103,18 +105,20 @@ def _memory(case: Mapping[str, Any]) -> Table:
 
 
 def _times(case: Mapping[str, Any]) -> Table:
+    """Return the table of times of a case."""
     summary = case["summary"]
     table = Table(title=_title(case, summary))
     for column in ("plan", "measured, s", "predicted, s", "error"):
         table.add_column(column, justify="left" if column == "plan" else "right")
     for name, seconds in sorted(summary["medians"].items(), key=lambda item: item[1]):
-        known = case["plans"].get(name)
-        cells = ("", "") if known is None else (f"{known['predicted_s']:.3f}", f"{summary['errors'][name]:+.1%}")
+        plan_row = case["plans"].get(name)
+        cells = ("", "") if plan_row is None else (f"{plan_row['predicted_s']:.3f}", f"{summary['errors'][name]:+.1%}")
         table.add_row(name, f"{seconds:.3f}", *cells)
     return table
 
 
 def _title(case: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """Return the title of a case."""
     drift = summary.get("drift")
     slower = "" if drift is None else f"; the machine's speed since the profile moved predictions by {drift:+.1%}"
     busy = f"; others used {case['foreign_cores']:.1f} cores" if case["foreign_cores"] > BUSY_CORES else ""

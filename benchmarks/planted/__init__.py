@@ -1,9 +1,9 @@
-"""Faults planted in training jobs: are they found at the step where they begin, and named?
+"""Plant faults in training jobs: are they detected at the step at which they begin, and named?
 
-job       one job: a script that trains tiny models on ranks, and the same script on one process
-known     faults that were found once by trying (A1 to A11)
-own       faults that a user makes, or a framework that changes
-controls  scripts that look odd and are right
-trainers  those of them that need the HF Trainer or accelerate
-verdict   what became of a job
+job         one job: a script that trains tiny models on ranks, and the same script on one process
+reported    faults that were found by trying an earlier revision (A1 to A11)
+unforeseen  other mistakes of users, and changes of frameworks
+controls    scripts that look wrong and are right
+trainers    jobs that need the HF Trainer or accelerate
+verdict     judges the end of a job
 """

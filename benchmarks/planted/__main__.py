@@ -1,14 +1,14 @@
-"""Planted faults in training jobs: is each found at the step where it begins, and named, on all ranks?
+"""Plant faults in training jobs: is each one detected at the step at which it begins, and named, on all ranks?
 
     python -m benchmarks.planted                       # all, some ten minutes
     python -m benchmarks.planted --only "A1|buffer"    # those whose name matches
     python -m benchmarks.planted --list
 
-Tiny models train six steps on 2 to 4 gloo ranks with "checks" at their default; a fault begins at a step that is known.
-The same job trains with "checks" off, and on one process without the fault: where these are equal, it is no fault.
-Controls look odd and are right: none may be refused.
+Tiny models train six steps on 2 to 4 gloo ranks with "checks" at their default; the step at which a fault begins is
+known. The same job trains with "checks" off, and on one process without the fault: if these two are equal, the change
+is no fault. Controls look wrong and are right: none may be refused.
 
-The exit code is 1 if a control was refused, or a fault ended badly: a hang, a bare error, ranks that go on.
+The exit code is 1 if a control was refused, or a fault ended badly: a hang, a bare error, ranks that continue.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rich.table import Table
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.planted.controls import CONTROLS
 from benchmarks.planted.job import STEPS_TAKEN, Job, Trace, run_alone, run_on_ranks
-from benchmarks.planted.known import KNOWN
-from benchmarks.planted.own import OWN
+from benchmarks.planted.reported import REPORTED
 from benchmarks.planted.trainers import TRAINERS
+from benchmarks.planted.unforeseen import UNFORESEEN
 from benchmarks.planted.verdict import BAD_END, FALSE_ALARM, WRONG, Verdict, distance, judge
 from tests.support import run_deepspeed, start_server
 
 RESULT = FOLDER / "planted.json"
-JOBS: list[type[Job]] = [*KNOWN, *TRAINERS, *OWN, *CONTROLS]
+JOBS: list[type[Job]] = [*REPORTED, *TRAINERS, *UNFORESEEN, *CONTROLS]
 _LIMIT_S = 150.0
 _TOGETHER = 8  # jobs of one start of ranks
 
@@ -72,20 +72,30 @@ def main() -> int:
 
 
 def run_jobs(jobs: Sequence[type[Job]]) -> list[Verdict]:
-    """Train jobs with checks, without, and on one process; all in one start of ranks each, while none ends badly."""
+    """Train jobs with checks, without checks, and on one process.
+
+    Many jobs share one start of ranks, unless one ends badly.
+    """
     world = jobs[0].world
     alone = _run(run_alone, 1, jobs)
     without = _run(run_on_ranks, world, jobs, False)
     with_checks = _run(run_on_ranks, world, jobs, True)
     verdicts = []
-    for job, one, off, on in zip(jobs, alone, without, with_checks, strict=True):
-        without_checks = distance(off[0], one[0]) if one and off else None
-        verdicts.append(judge(job, on, without_checks, distance(on[0], one[0]) if one and on else None))
+    for job, alone_traces, off_traces, on_traces in zip(jobs, alone, without, with_checks, strict=True):
+        without_checks = distance(off_traces[0], alone_traces[0]) if alone_traces and off_traces else None
+        verdicts.append(
+            judge(
+                job,
+                on_traces,
+                without_checks,
+                distance(on_traces[0], alone_traces[0]) if alone_traces and on_traces else None,
+            )
+        )
     return verdicts
 
 
 def _together(jobs: Sequence[type[Job]]) -> list[list[type[Job]]]:
-    """Jobs that one start of ranks runs."""
+    """Return the groups of jobs that share one start of ranks."""
     by_world: dict[int, list[type[Job]]] = {}
     for job in jobs:
         if not job.is_apart:
@@ -95,7 +105,7 @@ def _together(jobs: Sequence[type[Job]]) -> list[list[type[Job]]]:
 
 
 def _run(run: object, world: int, jobs: Sequence[type[Job]], *options: object) -> list[list[Trace]]:
-    """Traces by job and rank; none for a job whose ranks hung or died."""
+    """Return traces by job and rank; none for a job whose ranks hung or died."""
     traces = _attempt(run, world, list(jobs), *options)
     if len(jobs) > 1 and any(
         len(of_rank) < len(jobs) for of_rank in traces or [[]]
@@ -105,7 +115,7 @@ def _run(run: object, world: int, jobs: Sequence[type[Job]], *options: object) -
 
 
 def _attempt(run: object, world: int, *arguments: object) -> list[list[Trace]]:
-    """Traces of every rank; none if ranks hung or died."""
+    """Return the traces of every rank; none if ranks hung or died."""
     try:
         # accelerate takes ranks on CPUs for its own kind of job otherwise.
         env = {"ACCELERATE_USE_CPU": "true" if run is run_alone else "false"}
@@ -117,7 +127,7 @@ def _attempt(run: object, world: int, *arguments: object) -> list[list[Trace]]:
 
 
 def _of_ended(report: str, world: int) -> list[list[Trace]]:
-    """Traces of ranks that were ended by ds_hetero while they waited for others; none if one was not."""
+    """Return the traces of ranks that ds_hetero ended while they waited for others; none if a rank ended otherwise."""
     traces = []
     for part in report.split("\n--- rank ")[1:]:
         steps = re.findall(rf"{STEPS_TAKEN} (\d+)", part)
@@ -129,18 +139,19 @@ def _of_ended(report: str, world: int) -> list[list[Trace]]:
 
 
 def _show(verdicts: Sequence[Verdict]) -> None:
+    """Print the table of verdicts."""
     table = Table(
         "fault", "what it is", "begins", "found", "by which message", "ranks ended", "without checks", "verdict"
     )
     for row in verdicts:
         step = "-" if row.begins is None else str(row.begins)
-        found = "-" if row.found is None else str(row.found)
+        detected_step = "-" if row.found is None else str(row.found)
         harm = "not trained" if row.harm is None else f"{row.harm:.1e}"
         table.add_row(
             row.name,
             row.what,
             step,
-            found,
+            detected_step,
             row.message,
             f"{row.ended}/{row.ranks}",
             harm,

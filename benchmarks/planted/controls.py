@@ -1,4 +1,4 @@
-"""Scripts that look odd and train right; none may be refused."""
+"""Scripts that look wrong and train right; none may be refused."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Noise(Control):
 def weighted_loss(
     logits: Tensor, labels: Any, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
 ) -> Tensor:
-    """As transformers' own: a mean, weighed by class."""
+    """Return a loss like transformers': a mean over tokens, weighted by class."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     return cross_entropy(logits, shift_labels, weight=torch.linspace(0.5, 3.0, vocab_size))

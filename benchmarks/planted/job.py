@@ -1,7 +1,7 @@
-"""A job with a planted fault: a training loop of a script's own, on ranks and on one process.
+"""A job with a planted fault: a custom training loop, on ranks and on one process.
 
-`run_on_ranks` trains it on gloo ranks with ds_hetero; `run_alone` is the reference, plain torch on one process, in
-which `Job.is_culprit` is never true. A fault overrides one step of the loop.
+`run_on_ranks` trains it on gloo ranks with ds_hetero. `run_alone` is the reference, plain torch on one process, in
+which `Job.is_culprit` is always false. A fault overrides one method of the loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS_TAKEN = "planted: steps taken"  # printed, for ranks that end without an e
 
 @dataclass
 class Trace:
-    """What one rank, or one process, came to."""
+    """Results of one rank, or of one process."""
 
     steps: int = 0  # that were taken
     error: str = ""
@@ -40,7 +40,7 @@ class Trace:
 
 
 class Job:
-    """A right job: Llama by the engine's loss. Overriding one method plants a fault."""
+    """A job without a fault: a Llama with the engine's loss. A subclass overrides one method to plant a fault."""
 
     name: ClassVar[str] = ""
     what: ClassVar[str] = ""
@@ -66,16 +66,17 @@ class Job:
 
     @property
     def is_culprit(self) -> bool:
-        """Whether this is the rank that makes the mistake, and the mistake has begun."""
+        """Whether this rank makes the mistake, and the step at which it begins is reached."""
         return not self.alone and self.rank == 1 and self.has_begun
 
     @property
     def is_beginning(self) -> bool:
-        """Whether this is the rank that makes the mistake, at the step at which it begins."""
+        """Whether this rank makes the mistake, and this is the step at which it begins."""
         return self.is_culprit and self.step == self.begins
 
     @property
     def has_begun(self) -> bool:
+        """Whether the step at which the mistake begins is reached."""
         return self.begins is not None and self.step >= self.begins
 
     # --- what a fault overrides ---------------------------------------------------------------------
@@ -90,15 +91,15 @@ class Job:
         return whole_batches(STEPS * self.accumulation)
 
     def loader(self) -> Iterable[Any]:
-        """The batches on this rank."""
+        """Return this rank's loader."""
         shards: Iterable[Any] = self.handle.dataloader(self.batches(), batches="same")
         return shards
 
     def ready(self) -> None:
-        """The engine has been built."""
+        """Act when the engine has been built."""
 
     def change(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The script's turn, before the forward."""
+        """Return the batch that the script gives to its forward."""
         return batch
 
     def forward(self, batch: dict[str, Any]) -> Any:
@@ -109,10 +110,10 @@ class Job:
         return loss
 
     def before_step(self) -> None:
-        """Gradients are there."""
+        """Act when the gradients are complete."""
 
     def after_step(self) -> None:
-        """The script's turn, after the optimizer."""
+        """Act after the optimizer's step."""
 
     # --- what scripts compute -----------------------------------------------------------------------
 
@@ -120,12 +121,12 @@ class Job:
         return cross_entropy(outputs.logits, batch["shift_labels"], **options)
 
     def recipe(self, outputs: Any, batch: dict[str, Any]) -> Tensor:
-        """The loss that accelerate and transformers document."""
+        """Return the loss that accelerate and transformers document."""
         local = self.local_mean(outputs, batch)
         return local if self.alone else mean_over_group(local, batch["shift_labels"], self.handle.replica.sp_group)
 
     def mean(self, values: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Of values by token."""
+        """Return the mean of values over the tokens that have labels, on all ranks."""
         if not self.alone:
             mean: Tensor = self.handle.mean(values, batch)
             return mean
@@ -153,6 +154,7 @@ class Job:
         return trace
 
     def _train(self, trace: Trace, checks: bool) -> None:
+        """Build the engine and train all steps."""
         if self.alone:
             self._build_alone()
             batches: Iterable[Any] = [_as_one_process(batch) for batch in self.batches()]
@@ -188,7 +190,7 @@ class Job:
         return float(loss.detach())
 
     def _step(self, number: int) -> bool:
-        """Let the optimizer step where it is due; False where this rank leaves that out."""
+        """Let the optimizer step if a step is due; return False if this rank skips it."""
         if not self.alone:
             self.engine.step()
         elif (number + 1) % self.accumulation == 0:
@@ -197,6 +199,7 @@ class Job:
         return True
 
     def _build(self, checks: bool) -> None:
+        """Build model, optimizer and engine."""
         import deepspeed
 
         import ds_hetero
@@ -227,7 +230,7 @@ class Job:
 
 
 class _OneProcess:
-    """Called as the engine is, in one process."""
+    """Replacement of the engine in one process."""
 
     def __init__(self, job: Job) -> None:
         self._job, self.module = job, job.model
@@ -235,9 +238,9 @@ class _OneProcess:
 
     def __call__(self, shift_labels: Tensor, num_items_in_batch: int | None = None, **inputs: Any) -> Any:
         outputs = self._job.model(**inputs)
-        own = self._job.model.__dict__.get("_loss_function")
-        if own is not None:
-            outputs["loss"] = own(outputs.logits, None, VOCAB, shift_labels=shift_labels)
+        own_loss_function = self._job.model.__dict__.get("_loss_function")
+        if own_loss_function is not None:
+            outputs["loss"] = own_loss_function(outputs.logits, None, VOCAB, shift_labels=shift_labels)
         else:
             outputs["loss"] = cross_entropy(outputs.logits, shift_labels)
             if num_items_in_batch is not None:
@@ -246,7 +249,7 @@ class _OneProcess:
 
 
 class _Warnings(logging.Handler):
-    """What is said once, with the step at which it is said."""
+    """Records every message once, with the step at which it appears."""
 
     def __init__(self, job: Job, trace: Trace) -> None:
         super().__init__(logging.WARNING)
@@ -257,18 +260,18 @@ class _Warnings(logging.Handler):
 
 
 def run_on_ranks(rank: int, jobs: list[type[Job]], checks: bool) -> list[Trace]:
-    """One rank's part of several jobs, one after the other; for `tests.support.run_deepspeed`."""
+    """Run several jobs on one rank, one after the other; for `tests.support.run_deepspeed`."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return [job(rank, alone=False).train(checks=checks) for job in jobs]
 
 
 def run_alone(rank: int, jobs: list[type[Job]]) -> list[Trace]:
-    """The references of several jobs."""
+    """Return the references of several jobs."""
     return [job(rank, alone=True).train() for job in jobs]
 
 
 def whole_batches(count: int, batch_size: int = 2, length: int = LENGTH) -> list[dict[str, Tensor]]:
-    """Random tokens; the labels of a prompt do not count, other ones in every batch."""
+    """Return random tokens; labels of the prompt are ignored, a different number in every batch."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for number in range(count):
@@ -280,29 +283,29 @@ def whole_batches(count: int, batch_size: int = 2, length: int = LENGTH) -> list
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """Of tokens, their mean unless ``options`` say otherwise."""
+    """Return the cross entropy of tokens; their mean, unless ``options`` change it."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, **options)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B, s]."""
+    """Return the loss of every token, [B, s]."""
     return cross_entropy(logits, labels, reduction="none").view(labels.shape)
 
 
 def num_ranks() -> int:
-    """1 on one process."""
+    """Return the number of ranks; 1 in one process."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether ``pattern`` is found, case and all."""
+    """Return whether ``pattern`` is found in ``text``."""
     return re.search(pattern, text) is not None
 
 
 def _as_one_process(batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """As a loader of shards names entries, whole."""
+    """Return a whole batch with the names that a loader of shards gives its entries."""
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     length = batch["input_ids"].shape[1]
     positions = torch.arange(length).expand(batch["input_ids"].shape).clone()
-    rest = {name: entry for name, entry in batch.items() if name != "labels"}
-    return {**rest, "position_ids": positions, "shift_labels": labels}
+    other_entries = {name: entry for name, entry in batch.items() if name != "labels"}
+    return {**other_entries, "position_ids": positions, "shift_labels": labels}

@@ -1,7 +1,7 @@
 """Faults A3, A5 and A7 to A10: of the HF Trainer, of accelerate, and of elastic jobs.
 
-Each job gives numbers of its own in the place of parameters: what was read, logged or saved. Steps are those at which
-an earlier revision began to differ.
+Each job compares other numbers than parameters: values that were read, logged or saved. A fault begins at the step at
+which an earlier revision began to differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROWS, _LENGTH = 8, 40
 
 
 class _Counted(Job):
-    """A job whose numbers are compared instead of parameters."""
+    """A job whose numbers are compared instead of its parameters."""
 
     begins = 0
     is_apart = True
@@ -166,9 +166,9 @@ class ResumedGroups(_Counted):
             trainer = Trainer(
                 model=llama(), train_dataset=data, data_collator=collate, args=arguments, callbacks=callbacks
             )
-            kept = len(read)
+            num_read_kept = len(read)
             trainer.train(resume_from_checkpoint=resumed)
-        return {"read after": read[kept:][-6:]}
+        return {"read after": read[num_read_kept:][-6:]}
 
 
 class EqualMicroBatches(_Counted):

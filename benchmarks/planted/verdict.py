@@ -1,4 +1,4 @@
-"""What became of a job: where its fault was found, by which message, on how many ranks."""
+"""Judge how a job ended: where its fault was detected, by which message, on how many ranks."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def judge(job: type[Job], traces: Sequence[Trace], harm: float | None, off: floa
 
     Args:
         job: with its fault.
-        traces: of all ranks, with checks; none if the ranks hung or died.
-        harm: how far training without checks is from one process; None where it did not train.
-        off: how far training with checks is from it.
+        traces: of all ranks, with checks; empty if the ranks hung or died.
+        harm: distance of training without checks from one process; None if it did not train.
+        off: distance of training with checks from one process.
     """
 
     def row(verdict: str, found: int | None, message: str, ended: int) -> Verdict:
@@ -62,9 +62,9 @@ def judge(job: type[Job], traces: Sequence[Trace], harm: float | None, off: floa
     if not failed:
         if is_exact:
             return row(EXACT, None, "", 0)
-        told = [(step, text) for step, text in first.warnings if job.says and matches(job.says, text)]
-        if told:
-            step, text = told[0]
+        warnings = [(step, text) for step, text in first.warnings if job.says and matches(job.says, text)]
+        if warnings:
+            step, text = warnings[0]
             return row(TOLD if step <= job.begins else LATER, step, text, 0)
         return row(NOT_FOUND, None, "; ".join(text for _, text in first.warnings), 0)
     message = f"{failed[0].error}: {failed[0].message}"
@@ -79,7 +79,10 @@ def judge(job: type[Job], traces: Sequence[Trace], harm: float | None, off: floa
 
 
 def distance(ours: Trace, alone: Trace) -> float | None:
-    """Largest difference of a parameter's change, relative to it; None where one of them did not train to the end."""
+    """Return the largest relative difference of a parameter's change.
+
+    None if one of the two did not train to the end.
+    """
     if ours.error or alone.error or ours.state.keys() != alone.state.keys():
         return None
     worst = 0.0

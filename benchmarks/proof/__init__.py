@@ -1,1 +1,1 @@
-"""The tables that the runtime executes, checked exhaustively in a small scope; see `benchmarks.proof.__main__`."""
+"""Check the tables that the runtime executes exhaustively in a small scope; see `benchmarks.proof.__main__`."""

@@ -1,15 +1,15 @@
-"""Small scope, exhaustively: is every table that the runtime executes what its definition says?
+"""Check exhaustively in a small scope that every table that the runtime executes agrees with its definition.
 
     python -m benchmarks.proof                       # all families, some minutes on two cores
     python -m benchmarks.proof --quick --json        # fewer ranks, tokens and documents: half a minute
     python -m benchmarks.proof --only routes heads
 
-Schedules of up to 4 ranks, 6 heads (every number of KV heads) and 8 tokens, both layouts, every window; placements of
-up to 3 documents; plans of up to 3 pipelines of 3 stages with 4 layers; and the messages of their steps, with those of
-1,000 plans of up to 48 ranks, as a graph of what waits for what (`benchmarks.proof.order`). The tables are those of
-ds_hetero.values, batch, sharding and planner, which the runtime reads; none is made anew here.
-`benchmarks.proof.families` says which symmetries are used. Nothing imports torch. The exit code is 1 if anything is
-violated; Ctrl-C prints what was checked until then.
+The scope: schedules of up to 4 ranks, 6 heads (every number of KV heads) and 8 tokens, both layouts, every window;
+placements of up to 3 documents; plans of up to 3 pipelines of 3 stages with 4 layers; and the messages of their steps,
+with those of 1,000 plans of up to 48 ranks, as a graph of waits (`benchmarks.proof.order`). The tables are those of
+ds_hetero.values, batch, sharding and planner, which the runtime reads; none is rebuilt here.
+`benchmarks.proof.families` lists the symmetries that are used. Nothing imports torch. The exit code is 1 if anything is
+violated; Ctrl-C prints the results so far.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.proof.families import FAMILIES, Family
 from benchmarks.proof.scopes import FULL, QUICK, Scope
 
-MOST_SHOWN = 5  # violations of a family
+MAX_SHOWN = 5  # violations of a family
 
 
 class Checked(NamedTuple):
-    """Outcome of some cases: how many, how long they took, how many were violated, and the first few of these."""
+    """Outcome of some cases: their number, seconds, number of violations, and the first few of these."""
 
     cases: int
     seconds: float
@@ -49,12 +49,12 @@ def check(family: Family, portion: tuple[Any, ...]) -> Checked:
         cases += 1
         if first := next(wrong, None):
             violated += 1
-            examples += [f"{text}: {first}"] if len(examples) < MOST_SHOWN else []
+            examples += [f"{text}: {first}"] if len(examples) < MAX_SHOWN else []
     return Checked(cases, time.perf_counter() - begin, violated, tuple(examples))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if there is a violation."""
+    """Run the command; return 1 if there is a violation."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proof", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller scope")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(tasks: Sequence[tuple[Family, tuple[Any, ...]]], processes: int) -> Iterator[tuple[str, Checked]]:
-    """The outcomes of all portions, as they come."""
+    """Yield the outcomes of all portions, as they end."""
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with multiprocessing.Pool(processes) as pool, Progress(*columns, console=Console(stderr=True)) as bar:
         shown = bar.add_task("portions of cases", total=len(tasks))
@@ -109,7 +109,7 @@ def _result(by_family: dict[str, list[Checked]], scope: Scope, seconds: float, i
             "cases": sum(checked.cases for checked in portions),
             "violations": sum(checked.violations for checked in portions),
             "cpu_seconds": round(sum(checked.seconds for checked in portions), 2),
-            "examples": [text for checked in portions for text in checked.examples][:MOST_SHOWN],
+            "examples": [text for checked in portions for text in checked.examples][:MAX_SHOWN],
         }
         for name, portions in by_family.items()
     }
@@ -124,6 +124,7 @@ def _result(by_family: dict[str, list[Checked]], scope: Scope, seconds: float, i
 
 
 def _print(result: dict[str, Any]) -> None:
+    """Print the table."""
     says = {family.name: family.says for family in FAMILIES}
     print(f"{'family':<12} {'cases':>12} {'violated':>9} {'CPU s':>8}  what holds in all of them")
     for name, of_family in result["families"].items():

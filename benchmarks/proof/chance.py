@@ -1,4 +1,4 @@
-"""Schedules, placements and plans drawn by chance: all that is legal, and the same for the same seed."""
+"""Draw random schedules, placements and plans: any legal one, and the same for the same seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_hetero.values.splits import share
 
 
 def random_schedule(rng: random.Random, world_size: int, num_heads: int, num_kv_heads: int) -> Schedule:
-    """Any legal schedule: groups in any order, ranks without tokens, heads, or both."""
+    """Draw any legal schedule: groups in any order, ranks without tokens, heads, or both."""
     ranks = rng.sample(range(world_size), world_size)
     num_groups = rng.randint(1, world_size)
     cuts = [0, *sorted(rng.sample(range(1, world_size), num_groups - 1)), world_size]
@@ -45,14 +45,14 @@ def random_schedule(rng: random.Random, world_size: int, num_heads: int, num_kv_
 def random_placement(
     rng: random.Random, schedule: Schedule, spans: Sequence[Range], *, widest: bool = False
 ) -> Placement:
-    """Each span in a lane of its own or with others, over units that are drawn by chance.
+    """Draw a placement: each span in a lane of its own or with others, over random units.
 
-    There are units and ranks with nothing, and members of a lane without tokens of a span.
+    Units and ranks may be empty, and members of a lane may have no tokens of a span.
 
     Args:
         schedule: with the units.
-        spans: intervals that follow one another, between which no token sees another one.
-        widest: one of the lanes is over all units.
+        spans: consecutive intervals; tokens of different ones do not see each other.
+        widest: make one of the lanes over all units.
     """
     units = range(schedule.ring_size)
     members_of_lanes = [tuple(rng.sample(units, rng.randint(1, len(units)))) for _ in range(rng.randint(1, 5))]
@@ -64,15 +64,15 @@ def random_placement(
         weights = [rng.choice([0, 0, 1, 2, 5]) for _ in members]
         tokens = share(stop - start, weights if any(weights) else [1] * len(members))
         lanes[members].append(((start, stop), tokens))
-    held = [0] * len(units)
+    unit_tokens = [0] * len(units)
     for members, cut in lanes.items():
         for _, tokens in cut:
             for member, count in zip(members, tokens, strict=True):
-                held[member] += count
+                unit_tokens[member] += count
     return Placement(
         schedule=schedule,
         length=spans[-1][1],
-        rank_tokens=_rank_tokens(rng, schedule, held),
+        rank_tokens=_rank_tokens(rng, schedule, unit_tokens),
         lanes=tuple(
             Lane(
                 members=members,
@@ -85,9 +85,9 @@ def random_placement(
     )
 
 
-def _rank_tokens(rng: random.Random, schedule: Schedule, held: Sequence[int]) -> tuple[int, ...]:
+def _rank_tokens(rng: random.Random, schedule: Schedule, held_tokens: Sequence[int]) -> tuple[int, ...]:
     tokens = {}
-    for group, count in zip(schedule.ring_groups, held, strict=True):
+    for group, count in zip(schedule.ring_groups, held_tokens, strict=True):
         weights = [rng.choice([0, 1, 3]) for _ in group.ranks]
         shares = share(count, weights if any(weights) else [1] * len(weights))
         tokens |= dict(zip(group.ranks, shares, strict=True))
@@ -95,7 +95,7 @@ def _rank_tokens(rng: random.Random, schedule: Schedule, held: Sequence[int]) ->
 
 
 def with_nodes(rng: random.Random, placement: Placement) -> Placement:
-    """Lanes that go from node to node, with and without proxies; nodes are drawn by chance."""
+    """Draw lanes that go from node to node, with and without proxies, over random nodes."""
     node = [rng.randrange(rng.choice([1, 2, 2, 3])) for _ in range(placement.schedule.ring_size)]
     lanes = [
         replace(lane, nodes=tuple(node[unit] for unit in lane.members), proxies=rng.random() < 0.5)
@@ -105,7 +105,7 @@ def with_nodes(rng: random.Random, placement: Placement) -> Placement:
 
 
 def with_lanes_by_heads(rng: random.Random, placement: Placement, nodes: int) -> Placement:
-    """Some of the lanes over all units exchange heads between nodes of as many units; every unit is a rank."""
+    """Let some of the lanes over all units exchange heads between nodes of equally many units; every unit is a rank."""
     units = placement.schedule.ring_size
     node = tuple(unit * nodes // units for unit in range(units))
     weights = [rng.choice([0, 1, 1, 2]) for _ in range(nodes)]
@@ -121,26 +121,26 @@ def with_lanes_by_heads(rng: random.Random, placement: Placement, nodes: int) ->
 
 
 def with_moves(rng: random.Random, placement: Placement) -> Placement:
-    """Some ranks hold tokens that others attend to: all of them, none, or any number."""
+    """Draw ranks that hold tokens for which others compute attention: all, none, or any number."""
     ranks = rng.sample(placement.schedule.ranks, placement.schedule.sp_size)
     givers = rng.randint(min(1, len(ranks) - 1), len(ranks) - 1)
     holders, moves = ranks[givers:], []
     for rank in ranks[:givers]:
-        moved = rng.choice([placement.tokens(rank), rng.randint(0, placement.tokens(rank))])
+        num_moved_tokens = rng.choice([placement.tokens(rank), rng.randint(0, placement.tokens(rank))])
         weights = [rng.choice([0, 1, 3]) for _ in holders]
-        shares = share(moved, weights if any(weights) else [1] * len(holders))
+        shares = share(num_moved_tokens, weights if any(weights) else [1] * len(holders))
         moves += [TokenMove(rank, holder, tokens) for holder, tokens in zip(holders, shares, strict=True) if tokens]
     return placement.with_moves(moves)
 
 
 def random_plan(rng: random.Random, world_size: int, layers: int, *, tensor: bool = True) -> Plan:
-    """Pipelines of stages of every kind.
+    """Draw pipelines of stages of every kind.
 
     Args:
-        rng: the chance.
+        rng: source of randomness.
         world_size: ranks.
         layers: of the model.
-        tensor: stages of tensor parallelism are among them.
+        tensor: whether stages of tensor parallelism are among them.
     """
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 2)])
     ranks, pipelines = list(range(world_size)), []
@@ -157,8 +157,8 @@ def random_plan(rng: random.Random, world_size: int, layers: int, *, tensor: boo
             if inner == "sequence":
                 schedule = random_schedule(rng, size, heads, kv_heads).shifted(members[0])
             stages.append(Stage(ranks=members, layers=of_stage, inner=inner, schedule=schedule))
-        shown = [len(stages) - j + rng.choice((0, 0, 1)) for j in range(len(stages))]
-        in_flight = [max(shown[j:]) for j in range(len(stages))]
+        in_flight = [len(stages) - j + rng.choice((0, 0, 1)) for j in range(len(stages))]
+        in_flight = [max(in_flight[j:]) for j in range(len(stages))]
         stages = [replace(stage, in_flight=n) for stage, n in zip(stages, in_flight, strict=True)]
         pipelines.append(
             Pipeline(stages=tuple(stages), micro_batch_size=rng.randint(1, 2), micro_batches=rng.randint(1, 5))
@@ -168,13 +168,13 @@ def random_plan(rng: random.Random, world_size: int, layers: int, *, tensor: boo
 
 
 def random_parts(rng: random.Random, total: int, number: int) -> list[int]:
-    """So many parts of at least one."""
+    """Divide ``total`` into ``number`` random parts of at least one."""
     cuts = sorted(rng.sample(range(1, total), number - 1))
     return [stop - start for start, stop in pairwise([0, *cuts, total])]
 
 
 def large_pipelines(seed: int) -> PipelineJob:
-    """A step of a plan of up to 48 ranks."""
+    """Return a step of a random plan of up to 48 ranks."""
     rng = random.Random(seed)
     plan = random_plan(rng, rng.randint(6, 48), rng.randint(4, 8))
     size = max(len(stage.ranks) for pipeline in plan.pipelines for stage in pipeline.stages)
@@ -185,7 +185,7 @@ def large_pipelines(seed: int) -> PipelineJob:
 
 
 def large_replicas(seed: int) -> ReplicasJob:
-    """A step of up to three replicas whose micro-batches are placed by documents, in lanes of every kind."""
+    """Return a step of up to three replicas whose micro-batches are placed by documents, in lanes of every kind."""
     rng = random.Random(seed)
     first, placements = 0, []
     count = rng.randint(1, 2)
@@ -203,6 +203,7 @@ def large_replicas(seed: int) -> ReplicasJob:
 
 
 def _placement_by_chance(rng: random.Random, schedule: Schedule) -> Placement:
+    """Draw a placement of any kind."""
     lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 8))]
     spans = list(pairwise([0, *accumulate(lengths)]))
     placement = random_placement(rng, schedule, spans, widest=rng.random() < 0.7)

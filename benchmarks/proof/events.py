@@ -1,4 +1,4 @@
-"""What a rank posts and waits for, in order: recorded of torch.distributed, or made from tables."""
+"""Calls and waits of a rank, in order: recorded from torch.distributed, or computed from tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Message(NamedTuple):
         peer: rank in the group.
         num_bytes: size of the tensor.
         dtype: of the tensor, by name.
-        tag: that the code gave, which NCCL ignores.
+        tag: of the code, which NCCL ignores.
     """
 
     sends: bool
@@ -35,15 +35,15 @@ class Call:
 
     Args:
         work: number of the call on this rank, by which `Wait` names it.
-        communicator: process group; messages that are not posted together have one for each pair of ranks.
+        communicator: process group; messages that are posted alone have one for each pair of ranks.
         rank: this rank's rank in the group.
         size: ranks in the group.
         name: of the collective; empty for messages.
-        shape: what must be equal on all ranks of a collective.
+        shape: properties that must be equal on all ranks of a collective.
         splits: (elements sent to each rank, elements received from each rank) of an uneven all-to-all.
         messages: posted together.
         site: file and line of the code that made the call.
-        ranks: of the job, in the group's order; empty where the call was made from tables.
+        ranks: of the job, in the group's order; empty for calls from tables.
     """
 
     work: int
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The rank waited for a call: what it posts afterwards runs after that call."""
+    """The rank waited for a call: its later calls run after that call."""
 
     work: int
 

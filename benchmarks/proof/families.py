@@ -39,10 +39,10 @@ class Family:
     """Cases of one kind.
 
     Args:
-        name: of one word.
-        says: what holds in all cases.
+        name: one word.
+        says: the statement that holds in all cases.
         portions: arguments of ``cases``, one for each task of a process.
-        cases: of a portion.
+        cases: yields the cases of a portion.
     """
 
     name: str
@@ -92,7 +92,10 @@ def _route_cases(
 
 
 def table_of_readers(size: int, nodes: Sequence[int], proxies: bool, widths: Sequence[int], pattern: int) -> RingTable:
-    """A ring table in which the bits of ``pattern`` say who reads whom, and whose sources have so many keys each."""
+    """Return a ring table in which the bits of ``pattern`` say who reads whom.
+
+    ``widths`` are the keys of each source.
+    """
     lane = scopes.one_lane((max(widths),) * size, "contiguous", nodes, proxies=proxies)
     table = RingTable(scopes.placement_of([lane], size, ()), lane, True, None)
     pairs = [(source, reader) for source in range(size) for reader in range(size) if source != reader]
@@ -101,7 +104,7 @@ def table_of_readers(size: int, nodes: Sequence[int], proxies: bool, widths: Seq
         if pattern >> bit & 1:
             readers[source].add(reader)
     columns = tuple(((0, width),) if readers[source] else () for source, width in enumerate(widths))
-    table.__dict__["_travels"] = readers, columns
+    table.__dict__["_readers_and_travelling_keys"] = readers, columns
     return table
 
 
@@ -169,12 +172,12 @@ def _call_cases(ranks: int, tokens: tuple[int, ...]) -> Iterator[Case]:
             Group(ranks=g.ranks, tokens=tuple(of_rank[r] for r in g.ranks), heads=g.heads) for g in schedule.groups
         )
         for layout, documents in product(LAYOUTS, sorted(some)):
-            made = Schedule(
+            case_schedule = Schedule(
                 num_heads=3, num_kv_heads=schedule.num_kv_heads, groups=groups, ring=schedule.ring, layout=layout
             )
-            placement = stream_placement(made, length, (Rows(0, 1, documents),))
+            placement = stream_placement(case_schedule, length, (Rows(0, 1, documents),))
             for causal, window in ((False, None), (True, None), (True, 2)):
-                text = f"{made.to_json()} {documents} {causal} {window}"
+                text = f"{case_schedule.to_json()} {documents} {causal} {window}"
                 lane = RingTable(placement, placement.lanes[0], causal, window)
                 yield text, _both(tables.composite_violations(placement, causal, window), lane_violations(lane))
 
@@ -255,14 +258,14 @@ def _hop_cases(length: int, tokens: tuple[int, ...], ranks: int) -> Iterator[Cas
 
 
 def _sequence_stages(length: int, tokens: Sequence[int], first_rank: int) -> Iterator[Stage]:
-    """Sequence stages with these tokens by rank, one for all that cut the positions alike."""
-    seen = set()
+    """Yield sequence stages with these tokens by rank, one for each distinct division of the positions."""
+    seen_divisions = set()
     for schedule in scopes.schedules_by_tokens(len(tokens), tokens):
-        moved = schedule.shifted(first_rank)
-        stage = Stage(ranks=moved.ranks, inner="sequence", schedule=moved)
+        shifted_schedule = schedule.shifted(first_rank)
+        stage = Stage(ranks=shifted_schedule.ranks, inner="sequence", schedule=shifted_schedule)
         parts = tuple(held_intervals(stage, length, rank) for rank in stage.ranks)
-        if parts not in seen:
-            seen.add(parts)
+        if parts not in seen_divisions:
+            seen_divisions.add(parts)
             yield stage
 
 
@@ -270,14 +273,14 @@ _SHAPES = ((5,), (2, 3), (3, 2))
 
 
 def _cuts_of(shape: tuple[int, ...], first_rank: int) -> list[Cut]:
-    """Every cut of a parameter over one rank or two, copies among them."""
+    """Return every way to shard a parameter over one rank or two, copies included."""
     pair = (first_rank, first_rank + 1)
-    found = [Cut.whole(shape, first_rank), Cut.whole(shape, *pair), Cut.whole(shape, *pair, partial=True)]
+    all_cuts = [Cut.whole(shape, first_rank), Cut.whole(shape, *pair), Cut.whole(shape, *pair, partial=True)]
     elements = 1
     for dim, size in enumerate(shape):
         elements *= size
-        found += [Cut.along(dim, pair, sizes) for sizes in cuts(size, 2)]
-    return found + [Cut.along(None, pair, sizes) for sizes in cuts(elements, 2)]
+        all_cuts += [Cut.along(dim, pair, sizes) for sizes in cuts(size, 2)]
+    return all_cuts + [Cut.along(None, pair, sizes) for sizes in cuts(elements, 2)]
 
 
 def _gradient_portions(scope: Scope) -> Iterator[tuple[Any, ...]]:
@@ -318,8 +321,8 @@ def _zero_cases(weights: tuple[int, ...]) -> Iterator[Case]:
         for order in permutations(range(len(sizes))):
             saved = _flat_group(sizes, order, weights, padding=0)
             for others in ((1,), (1, 1), (3, 1), (1, 0, 2), (1, 2, 3, 4)):
-                wanted = _flat_group(sizes, tuple(range(len(sizes))), others, padding=2)
-                yield f"{sizes} {order} {weights} {others}", plans.partition_violations(saved, wanted)
+                target_group = _flat_group(sizes, tuple(range(len(sizes))), others, padding=2)
+                yield f"{sizes} {order} {weights} {others}", plans.partition_violations(saved, target_group)
     if all(weights):
         for elements in range(1, 40):
             yield f"cut_parameter({elements}, {weights})", _parameter_violations(elements, weights)
@@ -366,7 +369,7 @@ def _owner_portions(scope: Scope) -> Iterator[tuple[Any, ...]]:
 
 
 def _owner_cases(shape: tuple[int, ...]) -> Iterator[Case]:
-    """Owners before and after a change of layers: what each of two layouts gives them."""
+    """Yield cases of owners before and after layers move: the elements that two layouts give them."""
     layouts = [ParameterLayout(shape, (a, b)) for a, b in product(_cuts_of(shape, 0), _cuts_of(shape, 2))]
     owned = []
     for layout in layouts:
@@ -383,6 +386,7 @@ _EVERY = 3  # of placements, and of patterns of readers, one of so many has its 
 
 
 def _order_portions(scope: Scope) -> Iterator[tuple[Any, ...]]:
+    """Yield the portions of the order of calls."""
     yield from (("large", first, min(first + _LARGE, scope.large)) for first in range(0, scope.large, _LARGE))
     yield from (("plans", *portion) for portion in _plan_portions(scope))
     yield from (("heads", *portion) for portion in _head_portions(scope))

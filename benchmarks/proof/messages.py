@@ -1,12 +1,12 @@
-"""What every rank posts and waits for in a training step, in order, as the runtime does it: plain integers.
+"""Calls and waits of every rank in a training step, in the order of the runtime, computed without tensors.
 
-The tables are the package's own: rounds of lanes, split sizes of exchanges, hops between stages and the order of their
-passes, chunks of gradients and their buckets. In which order the runtime's modules go through them is said here once
-more, in short; tests/dist/test_message_order.py records steps of the real modules and compares them call by call and
-wait by wait, so that the two cannot drift apart.
+The tables are the package's: rounds of lanes, split sizes of all-to-alls, sends between stages and the order of their
+passes, chunks of gradients and their buckets. The order in which the runtime's modules use them is written here a
+second time, in short. tests/dist/test_message_order.py records steps of the real modules and compares them call by call
+and wait by wait, so that the two cannot diverge.
 
-Each layer of the steps here is a product, attention and a product, as ``layers.0.qkv`` and ``layers.0.out``; the first
-stage has an ``embedding``, the last a ``head``.
+Each layer of these steps is a linear layer, attention and a linear layer, with the weights ``layers.0.qkv`` and
+``layers.0.out``; the first stage has an ``embedding``, the last a ``head``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Log:
 
     Args:
         rank: global.
-        by_order: messages of a communicator meet in the order of posting and those of a round are posted together, as
-            for NCCL; else every message is posted alone and meets those of its ends and tag, as for gloo.
+        by_order: messages of a communicator match in the order of posting, and those of a round are posted together, as
+            for NCCL. Otherwise every message is posted alone, and matches by its ends and its tag, as for gloo.
     """
 
     def __init__(self, rank: int, by_order: bool) -> None:
@@ -68,7 +68,7 @@ class Log:
         return self._call(name, ranks, purpose, shape, both, ())
 
     def messages(self, ranks: Sequence[int], purpose: str, messages: Sequence[Message]) -> list[int]:
-        """Post messages, whose peers are global ranks, in a group of these ranks; return the numbers of their calls."""
+        """Post messages with global peers in a group of these ranks; return the numbers of their calls."""
         in_group = [message._replace(peer=ranks.index(message.peer)) for message in messages]
         if not messages:
             return []
@@ -77,7 +77,7 @@ class Log:
         return [self._call("", ranks, f"{purpose} {_ends(self, m, ranks)}", (), None, (m,)) for m in in_group]
 
     def wait(self, *calls: int) -> None:
-        """Wait for calls; for one that was waited for already nothing happens."""
+        """Wait for calls; calls that were waited for before are skipped."""
         for call in calls:
             if call not in self._waited:
                 self._waited.add(call)
@@ -106,13 +106,13 @@ def _name(ranks: tuple[int, ...], purpose: str) -> str:
 
 
 def communicator_of(ranks: Sequence[int], purpose: str) -> str:
-    """Name of the communicator of a group."""
+    """Return the name of a group's communicator."""
     return _name(tuple(ranks), purpose)
 
 
 def _ends(log: Log, message: Message, ranks: Sequence[int]) -> str:
-    own = ranks.index(log.rank)
-    sender, receiver = (own, message.peer) if message.sends else (message.peer, own)
+    local_index = ranks.index(log.rank)
+    sender, receiver = (local_index, message.peer) if message.sends else (message.peer, local_index)
     return f"from {sender} to {receiver} with tag {message.tag}"
 
 
@@ -126,7 +126,7 @@ class AttentionTables:
     Args:
         placement: with the rows and their documents.
         head_dim: D.
-        kv_bytes: of an element of keys, values and their exchanges.
+        kv_bytes: of an element of keys, values and their all-to-alls.
         gradient_bytes: of an element of their partial gradients.
     """
 
@@ -152,7 +152,7 @@ class AttentionTables:
         return self.placement.rows[-1].stop
 
     def post(self, log: Log, backward: bool) -> None:
-        """Post what `ds_hetero.runtime.attention.attention` does, of the forward or of the backward."""
+        """Post the calls of `ds_hetero.runtime.attention.attention`, in the forward or in the backward."""
         schedule = self.placement.schedule
         before, after = schedule.num_heads + 2 * schedule.num_kv_heads, schedule.num_heads
         self._post_moves(log, after if backward else before, back=False)
@@ -181,7 +181,7 @@ class AttentionTables:
                 log.wait(_all_to_all(log, ranks, exchange.output_sizes(unit)))
 
     def _exchange(self, placement: Placement, rank: int) -> tuple[HeadTable | None, tuple[int, ...]]:
-        """Table of a rank's exchange, and the ranks of its process group; no table where nothing is exchanged."""
+        """Return the table of a rank's all-to-all, and the ranks of its group; no table if it has none."""
         schedule = placement.schedule
         group = schedule.ring_groups[schedule.ring_position(rank)]
         ranks = tuple(sorted(group.ranks)) if schedule == self.placement.schedule else schedule.ranks
@@ -191,7 +191,10 @@ class AttentionTables:
         return HeadTable(members, ranks.index(rank), schedule.num_heads, schedule.num_kv_heads), ranks
 
     def _post_rings(self, log: Log, rings: Sequence[Ring], ranks: Sequence[int], backward: bool) -> None:
-        """As `ds_hetero.runtime.attention.channel` runs lanes in order; where tags pair messages, they may overtake."""
+        """Post lanes in the order of `ds_hetero.runtime.attention.channel`.
+
+        Where tags match messages, lanes may overtake.
+        """
         unfinished: list[int] = []
         lanes = [self._rounds(log, ring, ranks, backward, unfinished) for ring in rings]
         for lane in lanes:
@@ -205,7 +208,7 @@ class AttentionTables:
     def _rounds(
         self, log: Log, ring: Ring, ranks: Sequence[int], backward: bool, unfinished: list[int]
     ) -> Iterator[list[int]]:
-        """Post a lane's rounds; stop after the first one, and then before every step with what it waits for."""
+        """Post a lane's rounds; yield after the first one, and then before every step its required waits."""
         kv, gradients = (
             2 * self.rows * self.head_dim * self.kv_bytes,
             2 * self.rows * self.head_dim * self.gradient_bytes,
@@ -241,8 +244,8 @@ class _Due(NamedTuple):
 
 
 def _moved(ring: Ring, transfer: Transfer, unit: int, tag: int, sends: bool) -> Iterator[Message]:
-    """Messages of one transfer, by sub-ring; ``unit`` bytes for a token of a head."""
-    tokens, position = ring.table.num_columns(transfer), transfer.receiver if sends else transfer.sender
+    """Yield the messages of one transfer, by sub-ring; ``unit`` bytes for a token of a head."""
+    tokens, position = ring.table.num_keys_of(transfer), transfer.receiver if sends else transfer.sender
     for sub in ring.sub_rings:
         num_bytes = unit * (sub.kv_heads.stop - sub.kv_heads.start) * tokens
         yield Message(sends, sub.ranks[position], num_bytes, DTYPE, tag + sub.tag)
@@ -251,7 +254,7 @@ def _moved(ring: Ring, transfer: Transfer, unit: int, tag: int, sends: bool) -> 
 def _post_round(
     log: Log, ranks: Sequence[int], posted: Sequence[_Due], unfinished: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Post a round; yield what has to be over before a step, by step."""
+    """Post a round; yield step by step the calls that have to end before the step."""
     if not log.by_order:
         for message, due, _ in posted:
             works = log.messages(ranks, "", [message])
@@ -275,7 +278,7 @@ def _post_round(
 
 @dataclass(frozen=True, eq=False)
 class GradientBuckets:
-    """Buckets of all ranks, in the order in which they leave."""
+    """Buckets of all ranks, in the order in which they are sent."""
 
     world: tuple[int, ...]  # all ranks
     layouts: dict[str, ParameterLayout]
@@ -284,12 +287,12 @@ class GradientBuckets:
 
     @cached_property
     def reductions(self) -> tuple[Bucket, ...]:
-        """To the owners."""
+        """Transfers to the owners."""
         return self._fused(lambda chunk: chunk.contributors)
 
     @cached_property
     def gathers(self) -> tuple[Bucket, ...]:
-        """To the holders."""
+        """Transfers to the holders."""
         return self._fused(lambda chunk: chunk.holders)[::-1]
 
     def _fused(self, members: object) -> tuple[Bucket, ...]:
@@ -314,13 +317,13 @@ class Sync:
         ]
 
     def gradient(self, name: str) -> None:
-        """The gradient of a parameter is there: start the buckets that are full and whose turn it is."""
+        """Record that a parameter's gradient is complete; start full buckets whose turn it is."""
         self._packed.add(name)
         if not self.holds_back:
             self._launch()
 
     def release(self) -> None:
-        """Start what was held back, if it was."""
+        """Start buckets that were held back."""
         if self.holds_back:
             self.holds_back = False
             self._launch()
@@ -330,14 +333,14 @@ class Sync:
             self._in_flight += _post_bucket(self._log, self._left.popleft(), self._world, gathers=False)
 
     def finish(self) -> None:
-        """Send what is left, and wait for the sums."""
+        """Send the remaining buckets, and wait for the sums."""
         self._packed.update(self._held)
         self._launch()
         assert not self._left
         self._log.wait(*self._in_flight)
 
     def gather(self) -> None:
-        """Bring the new values."""
+        """Gather the new values."""
         in_flight: deque[list[int]] = deque()
         for bucket in self._gathers:
             if len(in_flight) == _GATHERS_IN_FLIGHT:
@@ -352,7 +355,7 @@ class Sync:
 
 
 def connect_owners(log: Log, buckets: GradientBuckets) -> None:
-    """One element between contributors and owners, as when the synchronization is made."""
+    """Send one element between contributors and owners, as when the synchronization is made."""
     pairs: dict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
     for bucket in buckets.reductions:
         pairs[bucket.members] |= bucket.pairs()
@@ -363,7 +366,7 @@ def connect_owners(log: Log, buckets: GradientBuckets) -> None:
 
 
 def connect(log: Log, ranks: Sequence[int], purpose: str, pairs: set[tuple[int, int]]) -> None:
-    """One element from every sender to its receiver, as `ds_hetero.runtime.process_groups.Connections` sends it."""
+    """Send one element from every sender to its receiver, as `ds_hetero.runtime.process_groups.Connections` does."""
     elements = []
     for sender, receiver in sorted(pairs):
         if log.rank == sender:
@@ -390,12 +393,12 @@ def _post_bucket(log: Log, bucket: Bucket, world: tuple[int, ...], gathers: bool
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineJob:
-    """A step of a plan, whose stages have as many layers as it says.
+    """A step of a plan.
 
     Args:
         lengths: tokens of every micro-batch, by pipeline.
-        tied: the head is the embedding.
-        recompute: layers run once more in the backward.
+        tied: whether the head is the embedding.
+        recompute: whether layers run again in the backward.
         width: elements of a token between stages.
         vocabulary: rows of embedding and head.
     """
@@ -409,7 +412,7 @@ class PipelineJob:
     _tables: dict[tuple[tuple[int, ...], int], AttentionTables] = field(default_factory=dict)
 
     def violations(self, by_order: bool) -> Iterator[str]:
-        """What would hang or be wrong in a step; see `Log` for ``by_order``."""
+        """Yield what would hang or be wrong in a step; see `Log` for ``by_order``."""
         by_rank = []
         for rank in self.plan.ranks:
             log = Log(rank, by_order)
@@ -420,12 +423,12 @@ class PipelineJob:
 
     @cached_property
     def buckets(self) -> GradientBuckets:
-        """Of the parameters' gradients."""
+        """Buckets of the parameters' gradients."""
         return GradientBuckets(self.plan.ranks, self.layouts)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of parameters, in the order in which a forward uses them."""
+        """Shapes of parameters, in the order in which a forward uses them."""
         model = self.plan.model
         assert model is not None
         heads = (model.num_heads + 2 * model.num_kv_heads) * HEAD_DIM
@@ -437,7 +440,7 @@ class PipelineJob:
 
     @cached_property
     def layouts(self) -> dict[str, ParameterLayout]:
-        """As `ds_hetero.gradient_sync.model_layouts.pipeline_layouts` reads them off stages without tensor slices."""
+        """Layouts, as `ds_hetero.gradient_sync.model_layouts.pipeline_layouts` makes them without tensor slices."""
         cuts: dict[str, list[Cut]] = defaultdict(list)
         for pipeline in self.plan.pipelines:
             for stage in pipeline.stages:
@@ -453,7 +456,7 @@ class PipelineJob:
         return Cut.whole(shape, *stage.ranks, partial=stage.inner == "sequence")
 
     def held(self, stage: Stage) -> list[str]:
-        """Parameters of a stage, in the order in which its forward uses them."""
+        """Return the parameters of a stage, in the order in which its forward uses them."""
         assert stage.layers is not None and self.plan.model is not None
         names = ["embedding"] if stage.layers[0] == 0 else []
         names += [f"layers.{i}.{part}" for i in range(*stage.layers) for part in ("qkv", "out")]
@@ -462,7 +465,7 @@ class PipelineJob:
         return list(dict.fromkeys(names))
 
     def attention(self, stage: Stage, pipeline: int, k: int) -> AttentionTables | None:
-        """Of a micro-batch in a stage; None where its ranks hold whole sequences."""
+        """Return the attention of a micro-batch in a stage; None if its ranks hold whole sequences."""
         if stage.schedule is None:
             return None
         length, rows = self.lengths[pipeline][k], self.plan.pipelines[pipeline].micro_batch_size or 1
@@ -473,13 +476,14 @@ class PipelineJob:
 
 
 def pipeline_step(job: PipelineJob, rank: int, by_order: bool) -> list[Event]:
-    """Everything that ``rank`` posts in a step and waits for: passes, gradients, loss, norm, new values."""
+    """Return all calls and waits of ``rank`` in a step: passes, gradients, loss, norm, new values."""
     log = Log(rank, by_order)
     _post_step(job, log)
     return log.events
 
 
 def _post_step(job: PipelineJob, log: Log) -> None:
+    """Post a step on one rank."""
     sync = Sync(log, job.buckets)
     place = job.plan.place_of(log.rank)
     if place is not None:
@@ -508,7 +512,7 @@ class _Passes:
         self._num_asked = {FORWARD: 0, BACKWARD: 0}
 
     def run(self) -> None:
-        """All passes."""
+        """Post all passes."""
         self._connect()
         for kind, k in one_f_one_b(self._pipeline.in_flight(self._j), self._count):
             self._take(kind, k)
@@ -541,12 +545,12 @@ class _Passes:
             self._sum("sums")
 
     def _sum(self, shape: str) -> None:
-        """Add up what ranks of a tensor stage make of their heads, columns or words; others have nothing to add."""
+        """Sum over the ranks of a tensor stage, for their heads, columns or words; other ranks post nothing."""
         if self._stage.inner == "tensor":
             self._log.wait(self._log.collective("allreduce", sorted(self._stage.ranks), "tensor", (shape,)))
 
     def _layer(self, k: int, backward: bool) -> None:
-        """Attention of a sequence stage; tensor parallelism's sum of a tensor stage."""
+        """Post the attention of a sequence stage, or the sum of a tensor stage."""
         attention = self._job.attention(self._stage, self._i, k)
         if attention is not None:
             attention.post(self._log, backward)
@@ -554,6 +558,7 @@ class _Passes:
             self._sum("hidden")
 
     def _backward(self, k: int) -> None:
+        """Post the backward of a micro-batch."""
         held, is_last = self._job.held(self._stage), k == self._count - 1
         assert self._stage.layers is not None
 
@@ -575,7 +580,7 @@ class _Passes:
             gradient("embedding")
 
     def _connect(self) -> None:
-        """One element between the ranks that a step sends between, by boundary and direction."""
+        """Send one element between the ranks that a step sends between, by boundary and direction."""
         boundaries = [
             (self._before, self._stage, ACTIVATIONS),
             (self._stage, self._before, GRADIENTS),
@@ -590,7 +595,7 @@ class _Passes:
             connect(self._log, sorted((*source.ranks, *target.ranks)), purpose, pairs)
 
     def _ask(self, kind: str, count: int) -> None:
-        """Post the receives of the first ``count`` micro-batches, as far as they are not posted."""
+        """Post the receives of the first ``count`` micro-batches that are not posted yet."""
         source, purpose = (self._before, ACTIVATIONS) if kind == FORWARD else (self._after, GRADIENTS)
         if source is None:
             return
@@ -612,7 +617,7 @@ class _Passes:
                 self._log.wait(*self._out.popleft())
 
     def _hop(self, source: Stage, target: Stage, k: int, purpose: str) -> list[int]:
-        """Post this rank's messages of a hop, on the side where it is."""
+        """Post this rank's messages of a send between stages, on its side."""
         rank, rows = self._log.rank, self._pipeline.micro_batch_size or 1
         of_row = self._job.width * ITEM_BYTES * rows
         messages = []
@@ -629,12 +634,12 @@ class _Passes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicasJob:
-    """A step of replicas of one stage each, whose parameters ZeRO-3 cuts over all ranks.
+    """A step of replicas of one stage each, whose parameters ZeRO-3 shards over all ranks.
 
     Args:
         placements: of every micro-batch, by replica.
         layers: with attention.
-        recompute: layers run once more in the backward.
+        recompute: whether layers run again in the backward.
     """
 
     placements: tuple[tuple[Placement, ...], ...]
@@ -642,7 +647,7 @@ class ReplicasJob:
     recompute: bool = True
 
     def violations(self, by_order: bool) -> Iterator[str]:
-        """What would hang or be wrong in a step; see `Log` for ``by_order``."""
+        """Yield what would hang or be wrong in a step; see `Log` for ``by_order``."""
         yield from violations([replica_step(self, rank, by_order) for rank in self.world], connects=by_order)
 
     @cached_property
@@ -652,12 +657,12 @@ class ReplicasJob:
 
     @cached_property
     def tables(self) -> list[list[AttentionTables]]:
-        """By replica and micro-batch."""
+        """Tables by replica and micro-batch."""
         return [[AttentionTables(placement) for placement in of_replica] for of_replica in self.placements]
 
 
 def replica_step(job: ReplicasJob, rank: int, by_order: bool) -> list[Event]:
-    """Headers, layers whose weights are gathered one ahead and whose gradients leave behind them, norm, new values."""
+    """Return the calls of a step: headers, layers (weights gathered one ahead, gradients behind), norm, new values."""
     log = Log(rank, by_order)
     tables = next(t for t in job.tables if rank in t[0].placement.schedule.ranks)
 

@@ -1,23 +1,23 @@
-"""What waits for what among the calls of all ranks, as a graph: can a step lock up, whatever arrives first?
+"""Represent the waits among the calls of all ranks as a graph: can a step lock up, whatever arrives first?
 
-Nodes are the start and the end of every call, and every wait of a rank. What has to be over before:
+Nodes are the start and the end of every call, and every wait of a rank. These have to be over before:
 
-* a call starts after the one before it on its communicator, and after all that its rank had waited for when it posted
-  it (a CUDA stream that waits holds up what is posted behind it, as a waiting host does);
+* a call starts after the one before it on its communicator, and after all calls that its rank had waited for when it
+  posted it (a CUDA stream that waits holds up later calls, as a waiting host does);
 * a collective ends once it has started on all ranks of its communicator;
-* messages that are posted together end once all have met: a send and its receive, which both have started. Nothing is
-  buffered, so that it does not depend on sizes;
-* the first message of a pair in one direction on a communicator, by itself or as a part of an all-to-all, connects the
-  two: the rank posts nothing further until its peer has come to the matching call (NCCL's ncclTransportP2pSetup, which
+* messages that are posted together end once all of them have met: a send and its receive, which both have started.
+  Nothing is buffered, so that the result does not depend on sizes;
+* the first message of a pair in one direction on a communicator, alone or as a part of an all-to-all, connects the two:
+  the rank posts nothing further until its peer has reached the matching call (NCCL's ncclTransportP2pSetup, which
   blocks the host inside ncclGroupEnd), whatever its streams wait for;
-* where everything is known from the making of a communicator on, its first call is made by all its ranks, each of which
-  waits for the others: what makes a communicator late blocks the host, and a first call of some ranks is undefined.
+* if the events begin before a communicator is made, all its ranks make its first call, and each waits for the others in
+  it: making a communicator late blocks the host, and a first call of only some ranks is undefined.
 
 No call takes what comes first: the k-th message from a to b meets the k-th receive of b from a on that communicator,
-and the k-th collective of a rank those of the others. So there is one graph whatever the speed of links and ranks, and
-a step ends in every order of arrival if and only if the graph has no cycle and every call its counterparts.
+and the k-th collective of a rank meets those of the others. So there is one graph whatever the speed of links and
+ranks, and a step ends in every order of arrival if and only if the graph has no cycle and every call its counterparts.
 
-These are NCCL's rules where messages have the communicator of their group. For gloo, which pairs by tags, every message
+These are NCCL's rules if messages have the communicator of their group. For gloo, which matches by tags, every message
 has a communicator of its ends and its tag, is posted alone, and connects nothing.
 """
 
@@ -48,11 +48,11 @@ class _Posted:
 
 @dataclass(eq=False)
 class _Graph:
-    """Nodes are numbers.
+    """The graph; nodes are numbers.
 
     Attributes:
-        after: by node, those that wait for it.
-        owners: by node, the call that it is the start or the end of, or that is waited for; None for a meeting.
+        after: by node, the nodes that wait for it.
+        owners: by node, the call whose start, end or wait it is; None for a meeting.
         missing: calls that lack a counterpart.
     """
 
@@ -61,6 +61,7 @@ class _Graph:
     missing: list[_Posted] = field(default_factory=list)
 
     def node(self, owner: _Posted | None, *before: int | None) -> int:
+        """Add a node."""
         number = len(self.after)
         self.after.append([])
         self.owners.append(owner)
@@ -70,7 +71,7 @@ class _Graph:
         return number
 
     def stuck(self) -> list[int]:
-        """Nodes of a cycle, each of which waits for the next; empty if there is none."""
+        """Return the nodes of a cycle, each of which waits for the next; empty if there is none."""
         waits = [0] * len(self.after)
         for successors in self.after:
             for node in successors:
@@ -81,17 +82,17 @@ class _Graph:
                 waits[node] -= 1
                 if not waits[node]:
                     ready.append(node)
-        left = {node for node, count in enumerate(waits) if count}
+        waiting = {node for node, count in enumerate(waits) if count}
         before: dict[int, int] = {}
-        for node in left:
-            before.update((later, node) for later in self.after[node] if later in left)
+        for node in waiting:
+            before.update((later, node) for later in self.after[node] if later in waiting)
         path: dict[int, None] = {}
-        at = next(iter(left), None)
-        while at is not None and at not in path:
-            path[at] = None
-            at = before[at]
+        current = next(iter(waiting), None)
+        while current is not None and current not in path:
+            path[current] = None
+            current = before[current]
         nodes = list(path)
-        return nodes[nodes.index(at) :] if at is not None else []
+        return nodes[nodes.index(current) :] if current is not None else []
 
 
 def violations(
@@ -100,9 +101,9 @@ def violations(
     """Return what would hang or be wrong, one text each, with the calls that do not match; empty if nothing would.
 
     Args:
-        events_of_ranks: by global rank, everything that it posts and waits for, in order.
-        connects: first messages connect, as on NCCL.
-        from_the_start: the events begin before any communicator was made.
+        events_of_ranks: by global rank, all calls and waits, in order.
+        connects: whether first messages connect, as on NCCL.
+        from_the_start: whether the events begin before any communicator was made.
     """
     graph = _Graph()
     collectives: dict[str, dict[int, list[_Posted]]] = defaultdict(lambda: defaultdict(list))
@@ -134,11 +135,11 @@ _PAIR = ", pair"  # in the name of a communicator of two ranks, for messages tha
 
 
 class _FirstCalls:
-    """Calls in which a rank waits for others, since they connect it with them or make a communicator.
+    """Calls in which a rank waits for others, because they connect or make a communicator.
 
     Args:
-        connects: first messages connect.
-        makes: first calls make a communicator.
+        connects: whether first messages connect.
+        makes: whether first calls make a communicator.
     """
 
     def __init__(self, connects: bool, makes: bool) -> None:
@@ -147,7 +148,7 @@ class _FirstCalls:
         self._makers: dict[str, dict[int, _Posted]] = defaultdict(dict)  # by communicator, by rank in the group
 
     def blocks(self, posted: _Posted) -> bool:
-        """Note a call, in the order of its rank; whether the rank waits in it for others."""
+        """Record a call, in the order of its rank; return whether the rank waits in it for others."""
         call = posted.call
         is_first = False
         for sender, receiver in _directions(call) if self._connects else ():
@@ -159,7 +160,7 @@ class _FirstCalls:
         return is_first
 
     def meet(self, graph: _Graph) -> list[str]:
-        """Add what waits for what; return first calls that not all ranks of a communicator make."""
+        """Add these waits to the graph; return first calls that not all ranks of a communicator make."""
         for ends in self._ends.values():
             _wait_for_each_other(graph, list(ends.values()))
         for makers in self._makers.values():
@@ -173,7 +174,7 @@ class _FirstCalls:
 
 
 def _directions(call: Call) -> list[tuple[int, int]]:
-    """Senders and receivers, as ranks in the group, of the messages that a call is made of."""
+    """Return senders and receivers, as ranks in the group, of the messages that a call consists of."""
     ends = [(call.rank, m.peer) if m.sends else (m.peer, call.rank) for m in call.messages]
     if call.splits is not None:
         sent, received = call.splits
@@ -197,7 +198,7 @@ def _add_rank(
     messages: dict[tuple[str, int, int], tuple[list[_Met], list[_Met]]],
     first_calls: _FirstCalls,
 ) -> _Posted | None:
-    """Add the nodes of a rank and what its own order says; return its last call."""
+    """Add the nodes of a rank and their order; return its last call."""
     by_work: dict[int, _Posted] = {}
     before: dict[str, int] = {}  # end of the latest call, by communicator
     gate: int | None = None  # of all that the rank has waited for

@@ -1,4 +1,4 @@
-"""Checks of what pipelines, gradients, ZeRO and remapping cut and send, against what the definition says."""
+"""Check the tables of pipelines, gradients, ZeRO and remapping against their definitions: shards and messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.sharding.buckets import fuse
 from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of, gathered_elements, overlaps, reduced_elements
 from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
-from ds_hetero.sharding.zero_partition import FlatGroup, moves
+from ds_hetero.sharding.zero_partition import FlatGroup, repartition_moves
 from ds_hetero.values.plans import BatchSplit, Plan, Stage
 from ds_hetero.values.plans.activation_transfers import ActivationTransfer, held_intervals, transfers
 from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b
@@ -20,7 +20,7 @@ Element = tuple[int, ...]
 
 
 def hop_violations(source: Stage, target: Stage, length: int) -> Iterator[str]:
-    """Every token arrives once, in order, from a rank that holds it; at one of the receivers, if they hold copies."""
+    """Check that every token arrives once, in order, from a rank that holds it; at one receiver if they hold copies."""
     messages = transfers(source, target, length)
     yield from hop_message_violations(source, target, length, messages)
 
@@ -28,7 +28,7 @@ def hop_violations(source: Stage, target: Stage, length: int) -> Iterator[str]:
 def hop_message_violations(
     source: Stage, target: Stage, length: int, messages: Sequence[ActivationTransfer]
 ) -> Iterator[str]:
-    """The same for given messages."""
+    """Check the same for given messages."""
     gathering = [(rank,) for rank in target.ranks] if target.schedule is not None else [target.ranks]
     for ranks in gathering:
         wanted = _positions(held_intervals(target, length, ranks[0]))
@@ -38,9 +38,9 @@ def hop_message_violations(
     if len({(message.sender, message.receiver) for message in messages}) != len(messages):
         yield "two messages of a hop have the same ends"
     for message in messages:
-        held = _positions(held_intervals(source, length, message.sender))
-        if not set(_positions(message.intervals)) <= set(held):
-            yield f"rank {message.sender} sends {message.intervals}, and holds {held}"
+        sent_positions = _positions(held_intervals(source, length, message.sender))
+        if not set(_positions(message.intervals)) <= set(sent_positions):
+            yield f"rank {message.sender} sends {message.intervals}, and holds {sent_positions}"
         order = _positions(held_intervals(target, length, message.receiver))
         places = [order.index(p) for p in _positions(message.intervals) if p in order]
         if places != sorted(places) or message.tokens != len(places):
@@ -52,7 +52,7 @@ def _positions(intervals: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def timetable_violations(in_flight: int, micro_batches: int) -> Iterator[str]:
-    """Every micro-batch runs forward once and then backward once, and no more than allowed are between the two."""
+    """Check that every micro-batch runs forward once, then backward once, with at most the allowed number between."""
     actions = one_f_one_b(in_flight, micro_batches)
     for kind in (FORWARD, BACKWARD):
         if [k for action, k in actions if action == kind] != list(range(micro_batches)):
@@ -70,9 +70,9 @@ def timetable_violations(in_flight: int, micro_batches: int) -> Iterator[str]:
 
 
 def batch_violations(split: BatchSplit, samples: int) -> Iterator[str]:
-    """The samples of a step are in one micro-batch each, of no more than its size, in the order of one process.
+    """Check that each sample of a step is in one micro-batch, of no more than its size, in the order of one process.
 
-    Pipelines with as many micro-batches each share every micro-batch of one process; others take a run of samples each.
+    Pipelines with equally many micro-batches share every micro-batch of one process; others take a run of samples each.
     """
     by_pipeline = []
     for pipeline, (size, count) in enumerate(zip(split.micro_batch_sizes, split.micro_batches, strict=True)):
@@ -90,7 +90,7 @@ def batch_violations(split: BatchSplit, samples: int) -> Iterator[str]:
 
 
 def plan_violations(plan: Plan) -> Iterator[str]:
-    """Every layer is once in every pipeline, every rank in one place, and neighbouring stages hop as they should."""
+    """Check that every layer is once in every pipeline, every rank at one place, and sends between stages are right."""
     assert plan.model is not None and plan.seq_len is not None
     places = [plan.place_of(rank) for rank in plan.ranks]
     if len(set(places)) != sum(len(pipeline.stages) for pipeline in plan.pipelines) or None in places:
@@ -110,13 +110,16 @@ def plan_violations(plan: Plan) -> Iterator[str]:
 
 
 def chunk_violations(layout: ParameterLayout, alignment: int, owner_weights: dict[int, float] | None) -> Iterator[str]:
-    """The chunks of a parameter hold each element once; each replica's contribution to it arrives once at its owner."""
+    """Check that the chunks of a parameter hold each element once.
+
+    Each replica's contribution arrives once at its owner.
+    """
     yield from given_chunk_violations(layout, chunks_of("p", layout, alignment, owner_weights))
 
 
 def given_chunk_violations(layout: ParameterLayout, chunks: Sequence[Chunk]) -> Iterator[str]:
-    """The same for given chunks, and for the buckets that they travel in."""
-    held = {rank: set(_elements_of(layout.shape, cut, rank)) for cut in layout.cuts for rank in cut.ranks}
+    """Check the same for given chunks, and for the buckets that contain them."""
+    elements_by_rank = {rank: set(_elements_of(layout.shape, cut, rank)) for cut in layout.cuts for rank in cut.ranks}
     owners = () if layout.owners is None else (layout.owners,)
     owned = {rank: set(_elements_of(layout.shape, cut, rank)) for cut in owners for rank in cut.ranks}
     times: Counter[Element] = Counter()
@@ -124,7 +127,7 @@ def given_chunk_violations(layout: ParameterLayout, chunks: Sequence[Chunk]) -> 
         elements = [element for box in chunk.boxes for element in _elements(box)]
         times.update(elements)
         for cut in layout.cuts:
-            inside = [rank for rank in cut.ranks if held[rank].issuperset(elements)]
+            inside = [rank for rank in cut.ranks if elements_by_rank[rank].issuperset(elements)]
             sends = [rank for rank in chunk.contributors if rank in cut.ranks]
             if sorted(sends) != sorted(inside) if cut.partial else len(sends) != 1 or sends[0] not in inside:
                 yield f"{chunk}: {sends} contribute for the copies on {inside}"
@@ -140,7 +143,7 @@ def given_chunk_violations(layout: ParameterLayout, chunks: Sequence[Chunk]) -> 
 
 
 def bucket_violations(chunks: Sequence[Chunk]) -> Iterator[str]:
-    """Chunks are in one bucket each, what its members send is what they expect, and is as much as planned."""
+    """Check that each chunk is in one bucket, and that members send what others expect, as many bytes as planned."""
     dtypes, item_bytes = ({chunk.name: number for chunk in chunks} for number in (0, 4))
     for contributors, planned in ((_contributors, reduced_elements), (_holders, gathered_elements)):
         for bucket_bytes in (8, 1 << 20):
@@ -173,7 +176,7 @@ def _elements(box: Box) -> list[Element]:
 
 
 def _elements_of(shape: tuple[int, ...], cut: Cut, rank: int) -> list[Element]:
-    """Elements that ``rank`` holds, by the definition of a cut."""
+    """Return the elements that ``rank`` holds, by the definition of a shard."""
     every = _elements(tuple((0, size) for size in shape))
     start, stop = cut.part(rank) or (0, 0)
     if cut.dim is None:
@@ -182,7 +185,7 @@ def _elements_of(shape: tuple[int, ...], cut: Cut, rank: int) -> list[Element]:
 
 
 def partition_violations(saved: FlatGroup, wanted: FlatGroup) -> Iterator[str]:
-    """Parts of a weighted partition hold each element once, and moves fill those of another with the same elements."""
+    """Check that parts of a weighted partition hold each element once, and that copies fill another partition."""
     total = sum(saved.sizes)
     by_part = []
     for group in (saved, wanted):
@@ -200,7 +203,7 @@ def partition_violations(saved: FlatGroup, wanted: FlatGroup) -> Iterator[str]:
     where, target = ({at: key for key, at in placed.items()} for placed in by_part)
     filled: Counter[tuple[int, int]] = Counter()
     for part in range(len(wanted.cut.sizes)):
-        for move in moves(saved, wanted, part):
+        for move in repartition_moves(saved, wanted, part):
             for i in range(move.count):
                 filled[part, move.in_target + i] += 1
                 if where.get((move.source, move.in_source + i)) != target.get((part, move.in_target + i)):
@@ -210,7 +213,7 @@ def partition_violations(saved: FlatGroup, wanted: FlatGroup) -> Iterator[str]:
 
 
 def owner_move_violations(old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]]) -> Iterator[str]:
-    """Every element goes once from its old owner to its new one."""
+    """Check that every element goes once from its old owner to its new one."""
     for wanted in new:
         got = Counter(e for own in old for part in overlaps(own, wanted) for e in _elements(part))
         if got != Counter(e for box in wanted for e in _elements(box)):
@@ -218,7 +221,7 @@ def owner_move_violations(old: Sequence[Sequence[Box]], new: Sequence[Sequence[B
 
 
 def remap_violations(have: Sequence[int], want: Sequence[int], costs: UnitCosts) -> Iterator[str]:
-    """Remapping gives every unit what it should have, and nobody sends what he keeps."""
+    """Check that remapping gives every unit its wanted tokens, and that no unit sends tokens that it keeps."""
     tokens = list(have)
     for sender, receiver, count in remap(have, want, costs.node, costs):
         if count <= 0 or sender == receiver:

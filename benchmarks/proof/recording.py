@@ -1,8 +1,8 @@
-"""NCCL's rules without a GPU: what a gloo rank posts is recorded, for `benchmarks.proof.order` to judge.
+"""Apply NCCL's rules without a GPU: record the calls of a gloo rank, for `benchmarks.proof.order` to judge.
 
-Messages are paired by the order of posting, as NCCL does: it knows no tags, and the k-th send from a to b meets the
-k-th receive that b posts for a. So tags are replaced by counters here, and code that relies on them gets the wrong
-tensor, as it would on GPUs. The ring posts the messages of a round together, as it does on NCCL.
+Messages match in the order of posting, as on NCCL, which knows no tags: the k-th send from a to b meets the k-th
+receive that b posts for a. So tags are replaced by counters here, and code that relies on them gets the wrong tensor,
+as it would on GPUs. The ring posts the messages of a round together, as on NCCL.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from benchmarks.proof.events import Call, Event, Message, Wait
 from ds_hetero.runtime.attention import channel
-from ds_hetero.runtime.peers.posted import COLLECTIVES
+from ds_hetero.runtime.peers.posted_calls import COLLECTIVES
 from ds_hetero.runtime.pipeline import runner
 
-_OWN_FILE = Path(__file__).resolve()
-_ROOT = _OWN_FILE.parents[2]
+_THIS_FILE = Path(__file__).resolve()
+_ROOT = _THIS_FILE.parents[2]
 _UNEVEN = ("all_to_all_single", "alltoall_base")
 # The argument that is alike on all ranks. Others may differ: parts of unequal size, lists that only the root has.
 _ALIKE = {"allgather": 0, "gather": 1, "reduce_scatter": 1, "scatter": 0}
@@ -39,10 +39,10 @@ _DTYPES = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.
 
 @contextmanager
 def recording(events: list[Any] | None = None) -> Iterator[list[Event]]:
-    """Record everything that this process posts inside, in order.
+    """Record all calls that this process posts inside, in order.
 
     Args:
-        events: to which it is added; left out, a new list.
+        events: list to append to; left out, a new one.
     """
     recorder = _Recorder([] if events is None else events)
     group_type = dist.ProcessGroup
@@ -69,6 +69,8 @@ def recording(events: list[Any] | None = None) -> Iterator[list[Event]]:
 
 
 class _Recorder:
+    """Replaces the functions of torch.distributed by ones that record."""
+
     def __init__(self, events: list[Event]) -> None:
         self.events = events
         self._num_calls = 0
@@ -181,7 +183,7 @@ def _tensors(argument: Any) -> list[Tensor]:
 
 
 def _check_tensors(name: str, arguments: list[list[Tensor]]) -> None:
-    """Refuse at once what torch's NCCL backend refuses of tensors."""
+    """Refuse tensors that torch's NCCL backend refuses, at once."""
     tensors = [tensor for argument in arguments for tensor in argument]
     if any(not tensor.is_contiguous() for tensor in tensors):
         raise AssertionError(f"NCCL takes contiguous tensors only; {name} at {_site()} was given another.")
@@ -212,11 +214,11 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _site() -> str:
-    """Return file and line of the nearest caller inside this repository; before it that of DeepSpeed, if it called."""
+    """Return file and line of the nearest caller inside this repository, preceded by DeepSpeed's if it called."""
     frame, library = sys._getframe(1), ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        inside = path.is_relative_to(_ROOT) and path != _OWN_FILE and ".venv" not in path.parts
+        inside = path.is_relative_to(_ROOT) and path != _THIS_FILE and ".venv" not in path.parts
         if inside and frame.f_code.co_name != "timed":  # a wrapper around every collective
             return f"{library}{path.relative_to(_ROOT)}:{frame.f_lineno}"
         if not library and "deepspeed" in path.parts and path.parent.name != "comm" and ".venv" in path.parts:

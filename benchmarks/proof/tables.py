@@ -1,4 +1,4 @@
-"""Checks of one table each: what a rank computes, holds, sends and gets, against what the definition says."""
+"""Check single tables against their definitions: what a rank computes, holds, sends and receives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from itertools import accumulate
 
 from ds_hetero.batch.head_table import HeadTable, members_of
 from ds_hetero.batch.ring_steps import KernelCall, Ring, make_rings
-from ds_hetero.batch.ring_table import Block, RingTable
+from ds_hetero.batch.ring_table import RingTable
+from ds_hetero.batch.visible_blocks import Block
 from ds_hetero.planner.document_search.traffic import KVBytes, exchange_bytes
 from ds_hetero.values.placement import Placement, Range, Rows
 from ds_hetero.values.schedule import Schedule
 
 
 def visible_keys(length: int, documents: Iterable[Range], causal: bool, window: int | None) -> list[int]:
-    """By query position the bitmask of the key positions that it sees: the definition of the mask."""
+    """Return by query position the bitmask of the key positions that it sees: the definition of the mask."""
     masks = [0] * length
     for start, stop in documents:
         for q in range(start, stop):
@@ -25,7 +26,7 @@ def visible_keys(length: int, documents: Iterable[Range], causal: bool, window: 
 
 
 def block_violations(table: RingTable, visible: Sequence[int]) -> Iterator[str]:
-    """Blocks cover each visible pair of the lane once; the keys that travel are those that others read, and no more.
+    """Check that blocks cover each visible pair of the lane once, and that exactly the keys that others read are sent.
 
     Args:
         table: of a lane whose batch has one set of rows.
@@ -38,7 +39,7 @@ def block_violations(table: RingTable, visible: Sequence[int]) -> Iterator[str]:
     needed: list[set[int]] = [set() for _ in positions]
     for q, queries in enumerate(positions):
         for k, prefix in enumerate(prefixes):
-            ((_, blocks),) = table.blocks(q, k)
+            ((_, blocks),) = table.blocks_between(q, k)
             if q != k and bool(blocks) != table.reads(q, k):
                 yield f"position {q} has {len(blocks)} blocks of {k}, but reads says {table.reads(q, k)}"
             for block in blocks:
@@ -53,13 +54,13 @@ def block_violations(table: RingTable, visible: Sequence[int]) -> Iterator[str]:
         if keys != visible[at] & lane_mask:
             yield f"query {at} sees {keys:b}, and should see {visible[at] & lane_mask:b}"
     for k, read in enumerate(needed):
-        travel = [i for a, b in table.columns(k) for i in range(a, b)]
+        travel = [i for a, b in table.travelling_keys(k) for i in range(a, b)]
         if travel != sorted(read):
             yield f"of position {k} the keys {travel} travel, and {sorted(read)} are read"
 
 
 def _keys_by_row(block: Block) -> Iterator[Range]:
-    """The local keys ``[first, last)`` of every query of a block."""
+    """Yield the local keys ``[first, last)`` of every query of a block."""
     (q0, q1), (k0, k1), lo, hi = block
     for i in range(q1 - q0):
         first = k0 if lo is None else min(max(k0, k0 + i + lo), k1)
@@ -68,10 +69,10 @@ def _keys_by_row(block: Block) -> Iterator[Range]:
 
 
 def token_violations(placement: Placement) -> Iterator[str]:
-    """Every position is on one rank, and a group's tokens in the order of its ranks are its unit's in the ring."""
-    held = [p for rank in placement.schedule.ranks for p in placement.positions(rank)]
-    if sorted(held) != list(range(placement.length)):
-        yield f"ranks hold the positions {sorted(held)} of {placement.length}"
+    """Check that every position is on one rank, and that a group's tokens in rank order are its unit's in the ring."""
+    all_positions = [p for rank in placement.schedule.ranks for p in placement.positions(rank)]
+    if sorted(all_positions) != list(range(placement.length)):
+        yield f"ranks hold the positions {sorted(all_positions)} of {placement.length}"
     for rank in placement.schedule.ranks:
         if len(placement.positions(rank)) != placement.tokens(rank):
             yield f"rank {rank} holds {len(placement.positions(rank))} tokens, not {placement.tokens(rank)}"
@@ -91,7 +92,7 @@ def token_violations(placement: Placement) -> Iterator[str]:
 
 
 def head_violations(placement: Placement) -> Iterator[str]:
-    """In every group each head is on one rank, with its KV head; what is sent in the exchange is received."""
+    """Check that in every group each head is on one rank with its KV head; all-to-alls receive what is sent."""
     schedule = placement.schedule
     unit = 3  # elements of a head
     for group in schedule.groups:
@@ -101,11 +102,11 @@ def head_violations(placement: Placement) -> Iterator[str]:
         ranks = sorted(group.ranks)
         members = members_of(placement, group, ranks)
         tables = [HeadTable(members, i, schedule.num_heads, schedule.num_kv_heads) for i in range(len(ranks))]
-        for i, own in enumerate(tables):
+        for i, table in enumerate(tables):
             for j, other in enumerate(tables):
                 for sizes in (HeadTable.qkv_sizes, HeadTable.output_sizes):
-                    if sizes(own, unit)[0][j] != sizes(other, unit)[1][i]:
-                        yield f"{sizes.__name__}: rank {ranks[i]} sends {ranks[j]} {sizes(own, unit)[0][j]} elements"
+                    if sizes(table, unit)[0][j] != sizes(other, unit)[1][i]:
+                        yield f"{sizes.__name__}: rank {ranks[i]} sends {ranks[j]} {sizes(table, unit)[0][j]} elements"
             for q in range(*members[i].q):
                 if not members[i].kv[0] <= q // schedule.queries_per_kv_head < members[i].kv[1]:
                     yield f"rank {ranks[i]} computes head {q} without its KV head"
@@ -117,7 +118,7 @@ def head_violations(placement: Placement) -> Iterator[str]:
 
 
 def _exchanged_elements(placement: Placement) -> int:
-    """Of one element a head, in the forward, between different ranks."""
+    """Return the elements sent between different ranks in the forward, with one element per head."""
     total = 0
     for group in placement.schedule.groups:
         members = members_of(placement, group, sorted(group.ranks))
@@ -129,7 +130,7 @@ def _exchanged_elements(placement: Placement) -> int:
 
 
 def _shared_kv_violations(table: HeadTable) -> Iterator[str]:
-    """The gradient of a KV head is written first and then added to, once by every member that has it."""
+    """Check that the gradient of a KV head is written first, then added to once by every member that has the head."""
     written: Counter[int] = Counter()
     for index, shared in table.shared_kv_heads():
         first, last = table.members[index].kv
@@ -137,13 +138,13 @@ def _shared_kv_violations(table: HeadTable) -> Iterator[str]:
             if (written[head] > 0) != (head < first + shared):
                 yield f"the gradient of KV head {head} is written over, or added to nothing"
             written[head] += 1
-    wanted = Counter(head for member in table.members for head in range(*member.kv))
-    if written != wanted or set(wanted) != set(range(table.num_kv_heads)):
-        yield f"gradients of KV heads come {dict(written)} times, not {dict(wanted)}"
+    expected_counts = Counter(head for member in table.members for head in range(*member.kv))
+    if written != expected_counts or set(expected_counts) != set(range(table.num_kv_heads)):
+        yield f"gradients of KV heads come {dict(written)} times, not {dict(expected_counts)}"
 
 
 def sub_ring_violations(placement: Placement) -> Iterator[str]:
-    """Sub-rings hold every head once for each pair of groups, and their segments pair queries with their KV head."""
+    """Check that sub-rings hold every head once for each pair of groups, and pair queries with their KV head."""
     schedule = placement.schedule
     (lane,) = placement.lanes
     table = RingTable(placement, lane, True, None)
@@ -174,7 +175,10 @@ def sub_ring_violations(placement: Placement) -> Iterator[str]:
 def _paired_heads(
     schedule: Schedule, rank: int, segments: Sequence[tuple[slice, slice]], kv_heads: slice
 ) -> Iterator[tuple[int, int]]:
-    """``(query head, KV head)`` of all segments, paired as a kernel does: in order, as many queries to each KV head."""
+    """Yield ``(query head, KV head)`` of all segments.
+
+    A kernel pairs them in order, equally many queries per KV head.
+    """
     first_q, last_q = schedule.ring_groups[schedule.ring_position(rank)].head_range(rank)
     first_kv, _ = schedule.kv_heads(first_q, last_q)
     for q, kv in segments:
@@ -185,7 +189,7 @@ def _paired_heads(
 
 
 def composite_violations(placement: Placement, causal: bool, window: int | None) -> Iterator[str]:
-    """Kernel calls of all ranks together compute every visible pair of every query head once, with its KV head."""
+    """Check that all ranks' kernel calls compute every visible pair of every query head once, with its KV head."""
     schedule = placement.schedule
     visible = visible_keys(placement.length, placement.rows[0].documents, causal, window)
     computed: Counter[tuple[int, int, int]] = Counter()
@@ -198,25 +202,26 @@ def composite_violations(placement: Placement, causal: bool, window: int | None)
                     if kv_head != head // schedule.queries_per_kv_head:
                         yield f"rank {rank} computes head {head} with KV head {kv_head}"
                     computed[head, part.outer((q, q + 1))[0], part.outer((k, k + 1))[0]] += 1
-    wanted = Counter(
+    expected_counts = Counter(
         (head, q, k)
         for head in range(schedule.num_heads)
         for q, keys in enumerate(visible)
         for k in range(placement.length)
         if keys >> k & 1
     )
-    if computed != wanted:
-        yield f"computed more than once or in vain: {dict(computed - wanted)}, never: {dict(wanted - computed)}"
+    if computed != expected_counts:
+        superfluous, missing = computed - expected_counts, expected_counts - computed
+        yield f"computed more than once or in vain: {dict(superfluous)}, never: {dict(missing)}"
 
 
 def _computed(placement: Placement, ring: Ring, rank: int) -> Iterator[tuple[int, int, int, int]]:
-    """``(query head, KV head, query position, key position)`` of all kernel calls of a rank in a lane."""
+    """Yield ``(query head, KV head, query position, key position)`` of all kernel calls of a rank in a lane."""
     schedule, table = placement.schedule, ring.table
     positions = [[p for a, b in chunks for p in range(a, b)] for chunks in table.lane.intervals]
     for source, by_sub_ring in enumerate(ring.calls):
         keys = positions[source]
         if source != ring.position:  # as they have travelled, one behind the other
-            keys = [keys[i] for a, b in table.columns(source) for i in range(a, b)]
+            keys = [keys[i] for a, b in table.travelling_keys(source) for i in range(a, b)]
         for sub, calls in zip(ring.sub_rings, by_sub_ring, strict=True):
             for call in calls:
                 pairs = list(_paired_heads(schedule, rank, [(call.queries[1], call.keys[1])], sub.kv_heads))

@@ -1,8 +1,8 @@
-"""Walks keys, values and their gradients through the rounds of a lane, in integers, as the runtime does with tensors.
+"""Walk keys, values and their gradients through the rounds of a lane, in integers, as the runtime does with tensors.
 
-The order of what happens in a step is that of `ds_hetero.runtime.attention.ring`: post, compute, put away,
-let go. A block is a bitmask of the travelling tokens that have come; a partial gradient is, for every travelling token,
-the bitmask of the readers whose part is in it.
+The order inside a step is that of `ds_hetero.runtime.attention.lane_passes`: post, compute, store, release. A block is
+a bitmask of the travelling tokens that have arrived. A partial gradient is, for every travelling token, the bitmask of
+the readers whose contribution is in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_hetero.batch.routes import Round, Transfer
 
 
 def lane_violations(table: RingTable) -> Iterator[str]:
-    """What goes wrong in the forward and the backward of a lane, if anything."""
+    """Yield the faults in the forward and the backward of a lane."""
     rings = [Ring(table, position, slice(0, 0), 1, ()) for position in range(table.size)]
     forward = [ring.forward_rounds for ring in rings]
     kv_back = [ring.backward_kv_rounds for ring in rings]
@@ -29,7 +29,7 @@ def lane_violations(table: RingTable) -> Iterator[str]:
 
 
 def _unpaired(name: str, rounds: Sequence[Sequence[Round]]) -> Iterator[str]:
-    """Every message is sent and received in the same round, by both ends in the same order."""
+    """Check that every message is sent and received in the same round, by both ends in the same order."""
     if len({len(of_position) for of_position in rounds}) != 1:
         yield f"{name}: positions have {[len(of_position) for of_position in rounds]} rounds"
         return
@@ -49,14 +49,14 @@ def _unpaired(name: str, rounds: Sequence[Sequence[Round]]) -> Iterator[str]:
 class _Holder:
     """Blocks of one position, by source, and the parts that it holds as a proxy."""
 
-    whole: dict[int, int] = field(default_factory=dict)
+    complete: dict[int, int] = field(default_factory=dict)
     proxied: dict[tuple[int, int], int] = field(default_factory=dict)
     due: dict[int, list[tuple[Transfer, int]]] = field(default_factory=lambda: defaultdict(list))
 
 
 def _bits(table: RingTable, transfer: Transfer) -> int:
     if transfer.part is None:
-        return (1 << sum(stop - start for start, stop in table.columns(transfer.source))) - 1
+        return (1 << sum(stop - start for start, stop in table.travelling_keys(transfer.source))) - 1
     return (1 << transfer.part.stop) - (1 << transfer.part.start)
 
 
@@ -69,24 +69,25 @@ def _walk_forward(table: RingTable, rings: Sequence[Ring]) -> Iterator[str]:
             yield from _read("forward", table, holders[p], p, ring.forward_source(step), step)
             worked[p].update(() if ring.forward_source(step) is None else (ring.forward_source(step),))  # type: ignore[arg-type]
             yield from _put_away("forward", table, holders[p], p, step + 1)
-            holders[p].whole = {
+            holders[p].complete = {
                 source: block
-                for source, block in holders[p].whole.items()
+                for source, block in holders[p].complete.items()
                 if source in ring.needed_after_forward_step[step]
             }
     for p, ring in enumerate(rings):
         if worked[p] != set(range(table.size)):
             yield f"forward: position {p} works on {sorted(worked[p])} of {table.size} blocks"
-        if set(holders[p].whole) != ({ring.kept} if ring.kept is not None else set()):
-            yield f"forward: position {p} keeps {sorted(holders[p].whole)}, not {ring.kept}"
+        if set(holders[p].complete) != ({ring.kept_source} if ring.kept_source is not None else set()):
+            yield f"forward: position {p} keeps {sorted(holders[p].complete)}, not {ring.kept_source}"
         yield from _left_over("forward", holders[p], p)
 
 
 def _walk_backward(table: RingTable, rings: Sequence[Ring]) -> Iterator[str]:
+    """Yield the faults of the backward."""
     holders = [_Holder({p: _bits(table, Transfer(p, p, p, 0))}) for p in range(table.size)]
     for p, ring in enumerate(rings):
-        if ring.kept is not None:
-            holders[p].whole[ring.kept] = _bits(table, Transfer(ring.kept, p, p, 0))
+        if ring.kept_source is not None:
+            holders[p].complete[ring.kept_source] = _bits(table, Transfer(ring.kept_source, p, p, 0))
     partial = _Partial(table)
     for step in range(table.steps):
         yield from _post_kv("backward", table, holders, [ring.backward_kv_rounds[step] for ring in rings], step)
@@ -97,9 +98,9 @@ def _walk_backward(table: RingTable, rings: Sequence[Ring]) -> Iterator[str]:
             if source is not None and source != p and table.reads(p, source):
                 yield from partial.compute(p, source)
             yield from _put_away("backward", table, holders[p], p, step + 1)
-            holders[p].whole = {
+            holders[p].complete = {
                 source: block
-                for source, block in holders[p].whole.items()
+                for source, block in holders[p].complete.items()
                 if source in ring.needed_after_backward_step[step]
             }
         yield from partial.put_away(step + 1)
@@ -114,25 +115,26 @@ def _post_kv(
     for p, round_ in enumerate(rounds):
         holder = holders[p]
         for transfer in round_.sends:
-            wanted, part = _bits(table, transfer), transfer.part
-            if wanted.bit_count() != table.num_columns(transfer):
-                yield f"{name}: {transfer} is counted as {table.num_columns(transfer)} tokens, not {wanted.bit_count()}"
+            bits_to_send, part = _bits(table, transfer), transfer.part
+            if bits_to_send.bit_count() != table.num_keys_of(transfer):
+                num_keys = table.num_keys_of(transfer)
+                yield f"{name}: {transfer} is counted as {num_keys} tokens, not {bits_to_send.bit_count()}"
             if part is None or part.is_first_hop:
-                held = holder.whole.get(transfer.source, 0)
+                held_bits = holder.complete.get(transfer.source, 0)
             else:
-                held = holder.proxied.pop((transfer.source, part.start), 0)
-            if held & wanted != wanted:
+                held_bits = holder.proxied.pop((transfer.source, part.start), 0)
+            if held_bits & bits_to_send != bits_to_send:
                 yield f"{name}, step {step}: position {p} sends {transfer} without holding it"
             if not step < transfer.due <= table.steps:
                 yield f"{name}, step {step}: {transfer} is due when it cannot be"
-            holders[transfer.receiver].due[transfer.due].append((transfer, wanted))
+            holders[transfer.receiver].due[transfer.due].append((transfer, bits_to_send))
 
 
 def _read(name: str, table: RingTable, holder: _Holder, p: int, source: int | None, step: int) -> Iterator[str]:
     if source is None or source == p or not table.reads(p, source):
         return
-    wanted = _bits(table, Transfer(source, p, p, 0))
-    if holder.whole.get(source, 0) != wanted:
+    wanted_bits = _bits(table, Transfer(source, p, p, 0))
+    if holder.complete.get(source, 0) != wanted_bits:
         yield f"{name}, step {step}: position {p} reads the block of {source} without holding it"
 
 
@@ -141,10 +143,10 @@ def _put_away(name: str, table: RingTable, holder: _Holder, p: int, step: int) -
         part, source = transfer.part, transfer.source
         if part is not None and not part.is_last_hop:
             holder.proxied[source, part.start] = block
-        elif holder.whole.get(source, 0) & block:
+        elif holder.complete.get(source, 0) & block:
             yield f"{name}, step {step}: position {p} gets what it has of {source} once more"
         else:
-            holder.whole[source] = holder.whole.get(source, 0) | block
+            holder.complete[source] = holder.complete.get(source, 0) | block
 
 
 def _left_over(name: str, holder: _Holder, p: int) -> Iterator[str]:
@@ -157,7 +159,7 @@ class _Partial:
 
     def __init__(self, table: RingTable) -> None:
         self._table, size = table, table.size
-        self._width = [sum(b - a for a, b in table.columns(s)) for s in range(size)]
+        self._width = [sum(b - a for a, b in table.travelling_keys(s)) for s in range(size)]
         self._whole: list[dict[int, list[int]]] = [{} for _ in range(size)]
         self._home = [[0] * width for width in self._width]
         self._proxied: list[dict[tuple[int, int], list[int]]] = [{} for _ in range(size)]
@@ -172,7 +174,7 @@ class _Partial:
                 else:
                     block = self._whole[p].get(source, [])
                     block = block if part is None else block[part.start : part.stop]
-                if len(block) != self._table.num_columns(transfer):
+                if len(block) != self._table.num_keys_of(transfer):
                     yield f"backward, step {step}: position {p} sends the gradient {transfer} without holding it"
                 self._due[transfer.receiver][transfer.due].append((transfer, block))
             for transfer in round_.sends:
@@ -204,8 +206,8 @@ class _Partial:
     def left_over(self) -> Iterator[str]:
         for p in range(self._table.size):
             readers_of_p = (r for r in range(self._table.size) if r != p and self._table.reads(r, p))
-            wanted = sum(1 << reader for reader in readers_of_p)
-            if any(readers != wanted for readers in self._home[p]):
-                yield f"backward: gradients of {p} come home from {self._home[p]}, not from {wanted:b}"
+            reader_bits = sum(1 << reader for reader in readers_of_p)
+            if any(readers != reader_bits for readers in self._home[p]):
+                yield f"backward: gradients of {p} come home from {self._home[p]}, not from {reader_bits:b}"
             if self._whole[p] or self._proxied[p] or self._due[p]:
                 yield f"backward: position {p} still has gradients of {sorted(self._whole[p])}"

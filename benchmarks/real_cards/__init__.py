@@ -1,1 +1,1 @@
-"""Predictions of the planning half against public measurements of real cards: no GPU, no torch."""
+"""Compare predictions of the planning half with public measurements of real GPUs: no GPU, no torch."""

@@ -1,8 +1,8 @@
-"""Predictions against public measurements of real cards, in the error of their median and of nine points in ten.
+"""Compare predictions with public measurements of real GPUs, by the median error and the ninth decile.
 
 python -m benchmarks.real_cards                              errors by kind, card, kernel and length
-python -m benchmarks.real_cards --measurements FILE --json   the same of another file with these columns
-python -m benchmarks.real_cards --halves                     fit on one part of the points, test on the others
+python -m benchmarks.real_cards --measurements FILE --json   the same for another file with these columns
+python -m benchmarks.real_cards --halves                     fit to one part of the points, test on the others
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TARGETS = {  # median, ninth decile; the second None where none is set
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if every target is met."""
+    """Run the command; return 0 if every target is met."""
     options = _parser().parse_args(arguments)
     with options.measurements.open(encoding="utf-8-sig", newline="") as file:
         rows = read_rows(file)
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _halves(rows, as_json=options.json)
     done, refused = compare(rows)
     outcome = {
-        "errors": _errors(done, lambda each: each.kind),
+        "errors": _errors(done, lambda point: point.kind),
         "inside_range": _inside(done),
-        "refused": dict(Counter(f"{each.kind}: {each.reason}" for each in refused)),
+        "refused": dict(Counter(f"{point.kind}: {point.reason}" for point in refused)),
     }
     outcome["missed"] = missed = list(_missed(outcome["errors"]))
     if options.rows:
@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_cards", description=__doc__.partition("\n")[0])
     parser.add_argument("--measurements", type=Path, default=MEASUREMENTS, help="a file with the same columns")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -75,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _errors(done: Iterable[Comparison], key: Callable[[Comparison], str]) -> dict[str, dict[str, float]]:
     groups: dict[str, list[float]] = defaultdict(list)
-    for each in done:
-        groups[key(each)].append(each.error)
+    for point in done:
+        groups[key(point)].append(point.error)
     return {name: _summary(errors) for name, errors in sorted(groups.items())}
 
 
@@ -91,41 +92,43 @@ def _summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def _inside(done: Iterable[Comparison]) -> float:
-    """Share of steps that lie in the range that their prediction gives."""
-    inside = [each.is_inside for each in done if each.kind.startswith("time")]
+    """Return the share of steps that are inside the range of their prediction."""
+    inside = [point.is_inside for point in done if point.kind.startswith("time")]
     return float(np.mean(inside)) if inside else 1.0
 
 
 def _missed(errors: dict[str, dict[str, float]]) -> Iterable[str]:
     for kind, (median, ninth) in TARGETS.items():
-        found = errors.get(kind)
-        if found and found["median"] > median:
-            yield f"{kind}: median error {found['median']:.1%}, target {median:.0%}"
-        if found and ninth is not None and found["p90"] > ninth:
-            yield f"{kind}: 90th percentile {found['p90']:.1%}, target {ninth:.0%}"
+        error = errors.get(kind)
+        if error and error["median"] > median:
+            yield f"{kind}: median error {error['median']:.1%}, target {median:.0%}"
+        if error and ninth is not None and error["p90"] > ninth:
+            yield f"{kind}: 90th percentile {error['p90']:.1%}, target {ninth:.0%}"
 
 
 def _tables(done: Sequence[Comparison]) -> Iterable[Table]:
-    times = [each for each in done if each.kind.startswith("time")]
-    yield _table("By kind", _errors(done, lambda each: each.kind))
-    yield _table("Steps by card", _errors(times, lambda each: f"{each.row['gpu']}, {each.kind}"))
-    yield _table("Steps by length", _errors(times, lambda each: f"{each.kind}, {length_of(each.row)}"))
-    yield _table("Steps by source", _errors(times, lambda each: f"{each.row['source'][:36]}, {each.kind}"))
-    memory = [each for each in done if each.kind in ("memory", "max_length")]
+    """Yield the tables of errors."""
+    times = [point for point in done if point.kind.startswith("time")]
+    yield _table("By kind", _errors(done, lambda point: point.kind))
+    yield _table("Steps by card", _errors(times, lambda point: f"{point.row['gpu']}, {point.kind}"))
+    yield _table("Steps by length", _errors(times, lambda point: f"{point.kind}, {length_of(point.row)}"))
+    yield _table("Steps by source", _errors(times, lambda point: f"{point.row['source'][:36]}, {point.kind}"))
+    memory = [point for point in done if point.kind in ("memory", "max_length")]
     yield _table(
-        "Memory by source", _errors(memory, lambda each: f"{each.kind}, {each.row['source'][:24]}, {each.row['peft']}")
+        "Memory by source",
+        _errors(memory, lambda point: f"{point.kind}, {point.row['source'][:24]}, {point.row['peft']}"),
     )
-    kernels = [each for each in done if each.kind == "attention"]
-    yield _table("Kernels of attention", _errors(kernels, lambda each: kernel_name(each.row)))
+    kernels = [point for point in done if point.kind == "attention"]
+    yield _table("Kernels of attention", _errors(kernels, lambda point: kernel_name(point.row)))
 
 
 def _table(title: str, errors: dict[str, dict[str, float]]) -> Table:
     table = Table(title=title)
     for column in ("", "points", "median error", "90th percentile", "bias"):
         table.add_column(column, justify="right" if column else "left")
-    for name, each in errors.items():
-        shares = (f"{each[key]:{form}}" for key, form in (("median", ".1%"), ("p90", ".1%"), ("bias", "+.1%")))
-        table.add_row(name, str(each["points"]), *shares)
+    for name, point in errors.items():
+        shares = (f"{point[key]:{form}}" for key, form in (("median", ".1%"), ("p90", ".1%"), ("bias", "+.1%")))
+        table.add_row(name, str(point["points"]), *shares)
     return table
 
 
@@ -134,37 +137,48 @@ def _write_rows(done: Iterable[Comparison], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*columns, "kind", "predicted", "measured", "error"])
-        for each in done:
-            own = [each.row[column] for column in columns]
-            writer.writerow([*own, each.kind, f"{each.predicted:.5g}", f"{each.measured:.5g}", f"{each.error:.4f}"])
+        for comparison in done:
+            values = [comparison.row[column] for column in columns]
+            writer.writerow(
+                [
+                    *values,
+                    comparison.kind,
+                    f"{comparison.predicted:.5g}",
+                    f"{comparison.measured:.5g}",
+                    f"{comparison.error:.4f}",
+                ]
+            )
 
 
 def _halves(rows: Sequence[Row], *, as_json: bool) -> int:
-    """Constants of a part of the points, and errors of the others with these; 0 if halves meet the targets."""
+    """Fit constants to a part of the points, and print the errors of the others with them.
+
+    Return 0 if the targets are met.
+    """
     outcome: dict[str, Any] = {}
     for name, is_own in PARTS.items():
         constants = fit([row for row in rows if is_own(row)])
         parts = {"own": [row for row in rows if is_own(row)], "other": [row for row in rows if not is_own(row)]}
         outcome[name] = {"constants": constants}
         for part, points in parts.items():
-            outcome[name][part] = _errors(compare(points, constants, TARGETS)[0], lambda each: each.kind)
+            outcome[name][part] = _errors(compare(points, constants, TARGETS)[0], lambda point: point.kind)
         is_half = name.endswith("half")
         outcome[name]["missed"] = list(_missed(outcome[name]["other"])) if is_half else []
     if as_json:
         print(json.dumps(outcome))
     else:
         _show_halves(outcome)
-    return 1 if any(each["missed"] for each in outcome.values()) else 0
+    return 1 if any(point["missed"] for point in outcome.values()) else 0
 
 
 def _show_halves(outcome: Mapping[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for name, each in outcome.items():
+    for name, point in outcome.items():
         for part, title in (("own", f"Fitted to {name}: these points"), ("other", f"Fitted to {name}: the others")):
-            console.print(_table(title, each[part]))
-        for card, values in each["constants"].items():
+            console.print(_table(title, point[part]))
+        for card, values in point["constants"].items():
             console.print(f"{card}: {values}", highlight=False)
-        for failure in each["missed"]:
+        for failure in point["missed"]:
             console.print(f"NOT MET: {failure}", highlight=False)
 
 

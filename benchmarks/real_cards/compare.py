@@ -1,4 +1,4 @@
-"""Predicted against measured, by kind of point."""
+"""Compare predicted with measured values, by kind of point."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Comparison:
 
     Args:
         row: of the measurements.
-        kind: of what is compared.
-        predicted: in the unit of ``measured``; of rates their inverse, so that above is too slow.
+        kind: of the quantity.
+        predicted: in the unit of ``measured``; for rates their inverse, so that above 1 is too slow.
         measured: by the source.
-        range_error: half of the range that the prediction gives, see `ds_hetero.cost.model.Prediction`.
+        range_error: half of the prediction's range, see `ds_hetero.cost.model.Prediction`.
     """
 
     row: Row
@@ -60,18 +60,18 @@ class Comparison:
 
     @property
     def is_inside(self) -> bool:
-        """The measured step lies in the range that the prediction gives."""
+        """Whether the measured step is inside the prediction's range."""
         return -self.range_error / (1 + self.range_error) <= 1 / (1 + self.error) - 1 <= self.range_error
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted over measured, minus 1."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A point that could not be compared, and why."""
+    """A point that cannot be compared, and the reason."""
 
     row: Row
     kind: str
@@ -81,29 +81,29 @@ class Refusal:
 def compare(
     rows: Iterable[Row], constants: Constants | None = None, kinds: Iterable[str] | None = None
 ) -> tuple[list[Comparison], list[Refusal]]:
-    """Compare all points that this project has words for.
+    """Compare all points that this project can express.
 
     Args:
         rows: of the measurements.
-        constants: that stand in for the catalogue's, see `benchmarks.real_cards.fit`.
+        constants: replace the catalogue's, see `benchmarks.real_cards.fit`.
         kinds: of comparisons; left out, all.
     """
     done: list[Comparison] = []
     refused: list[Refusal] = []
-    wanted = None if kinds is None else set(kinds)
+    wanted_kinds = None if kinds is None else set(kinds)
     for row in rows:
         kinds_of_row = list(_kinds(row))
-        if not kinds_of_row and wanted is None:
+        if not kinds_of_row and wanted_kinds is None:
             refused.append(Refusal(row, row["kind"] or "kind not stated", "nothing of this project to compare with"))
         for kind, how in kinds_of_row:
-            if wanted is None or kind in wanted:
+            if wanted_kinds is None or kind in wanted_kinds:
                 outcome = _compared(row, kind, how, constants)
                 (done if isinstance(outcome, Comparison) else refused).append(outcome)  # type: ignore[arg-type]
     return done, refused
 
 
 def _compared(row: Row, kind: str, how: Compare, constants: Constants | None) -> Comparison | Refusal:
-    """Compare one point; what cannot be read is refused with its reason, like what has no words."""
+    """Compare one point; return a refusal with its reason if it cannot be read or expressed."""
     try:
         predicted, measured = how(row, constants)
         ranged = card_of(row, constants).error if kind.startswith("time") else 0.0
@@ -117,6 +117,7 @@ def _compared(row: Row, kind: str, how: Compare, constants: Constants | None) ->
 
 
 def _kinds(row: Row) -> Iterator[tuple[str, Compare]]:
+    """Yield the kinds of quantities that a row has, each with the function that returns (predicted, measured)."""
     kind = row["kind"]
     if kind in ("time", "time+memory") and (row["tokens_per_s_per_gpu"] or row["step_s"]):
         yield {"full": "time", "qlora": "time_qlora"}.get(row["peft"], "time_lora"), _time
@@ -141,6 +142,7 @@ def _kinds(row: Row) -> Iterator[tuple[str, Compare]]:
 def _predicted(
     row: Row, constants: Constants | None, seq_len: int | None = None
 ) -> tuple[CostModel, Schedule, Prediction]:
+    """Return cost model, schedule and prediction of a row."""
     model = model_of(row)
     work = workload_of(row, model, constants)
     work = replace(work, seq_len=seq_len) if seq_len else work
@@ -159,6 +161,7 @@ def _schedule(row: Row, model: ModelSpec) -> Schedule:
 
 
 def _time(row: Row, constants: Constants | None) -> tuple[float, float]:
+    """Return the predicted and the measured seconds of a step."""
     refuse_unclear(row)
     tokens = number(row, "seq_len") * number(row, "micro_batch") * number(row, "grad_accum")
     ranks = number(row, "sp") * number(row, "cp")
@@ -169,6 +172,7 @@ def _time(row: Row, constants: Constants | None) -> tuple[float, float]:
 
 
 def _memory(row: Row, constants: Constants | None) -> tuple[float, float]:
+    """Return the predicted and the measured peak memory."""
     refuse_unclear(row)
     cost, _, prediction = _predicted(row, constants)
     need, card = max(prediction.memory_bytes), cost.cluster.devices[0]
@@ -180,6 +184,7 @@ def _memory(row: Row, constants: Constants | None) -> tuple[float, float]:
 
 
 def _max_length(row: Row, constants: Constants | None) -> tuple[float, float]:
+    """Return the predicted and the measured longest sequence that fits."""
     refuse_unclear(row)
 
     def fits(tokens: int) -> bool:
@@ -199,7 +204,10 @@ def _max_length(row: Row, constants: Constants | None) -> tuple[float, float]:
 
 
 def _attention(row: Row, constants: Constants | None) -> tuple[float, float]:
-    """One attention, or its gradient, on one card; operations as FlashAttention-2 counts them."""
+    """Return the predicted and the measured time of an attention, or its gradient.
+
+    FLOPs as FlashAttention-2 counts them.
+    """
     passes = BlockPasses(*_attention_job(row, constants))
     computed_s, operations = 0.0, 0.0
     tokens, heads = number(row, "seq_len"), number(row, "heads")
@@ -215,6 +223,7 @@ def _attention(row: Row, constants: Constants | None) -> tuple[float, float]:
 
 
 def _attention_job(row: Row, constants: Constants | None, ranks: int = 1):  # type: ignore[no-untyped-def]
+    """Return cluster, model and workload of an attention alone."""
     if not row["head_dim"]:
         raise CannotExpressError("the model's shape is not stated")
     heads, width = number(row, "heads"), number(row, "head_dim")
@@ -231,14 +240,14 @@ def _attention_job(row: Row, constants: Constants | None, ranks: int = 1):  # ty
 
 
 def _matmul(row: Row, constants: Constants | None) -> tuple[float, float]:
-    """A product alone, of the best shape: faster than those in training by a sixth."""
+    """Return predicted and measured times of a matmul of the best shape, a sixth faster than those in training."""
     card = card_of(row, constants, next(iter(CATALOGUE[row["gpu"]].attention)) if row["gpu"] in CATALOGUE else None)
     share = card.efficiency.matmul / (1 + card.efficiency.matmul_half_tokens / 8192)
     return 1 / (card.peak_flops_per_s * min(BEST_SHAPE * share, 1.0)), 1 / (float(row["value"]) * TERA)
 
 
 def _attention_over_gpus(row: Row, constants: Constants | None) -> tuple[float, float]:
-    """Forward of attention over several cards, its exchanges included."""
+    """Return the predicted and the measured forward of attention over several GPUs, with its messages."""
     cluster, model, work = _attention_job(row, constants, number(row, "sp") * number(row, "cp"))
     cost = make_cost_model("calibrated", cluster, model, work)
     grouping, tokens_D, heads_D = cost.arrays(_schedule(row, model))
@@ -252,7 +261,10 @@ def _attention_over_gpus(row: Row, constants: Constants | None) -> tuple[float, 
 
 
 def _unlike(row: Row, constants: Constants | None) -> tuple[float, float]:
-    """Tokens per second of a schedule (their inverse), or Algorithm 1's gain over the fastest uniform schedule."""
+    """Return predicted and measured values of a schedule on unequal GPUs.
+
+    They are inverse tokens per second, or Algorithm 1's gain over the fastest uniform schedule.
+    """
     if not row["gpu"].startswith("hexiseq") or not row["model"] or not row["seq_len"]:
         raise CannotExpressError("length, batch or plan not stated in the source")
     cluster = load_cluster(row["gpu"])
@@ -281,7 +293,7 @@ def _unlike(row: Row, constants: Constants | None) -> tuple[float, float]:
 
 
 def length_of(row: Row) -> str:
-    """Class of lengths of a point."""
+    """Return the class of lengths of a point."""
     if not row["seq_len"]:
         return "-"
     classes = ((1024, "1K"), (4096, "4K"), (16384, "16K"), (65536, "64K"), (262144, "256K"))
@@ -290,5 +302,5 @@ def length_of(row: Row) -> str:
 
 
 def kernel_name(row: Row) -> str:
-    """Card and kernel of a point."""
+    """Return GPU and kernel of a point."""
     return f"{row['gpu']}, {kernel_of(row)}"

@@ -1,6 +1,6 @@
-"""A row of measurements as this project describes it: a cluster, a model and a workload.
+"""Express a row of measurements in this project's terms: a cluster, a model and a workload.
 
-The columns are those of ``measurements.csv``; docs/real-cards.md explains them. An empty cell is "not stated".
+The columns are those of ``measurements.csv``; docs/real-cards.md explains them. An empty cell means "not stated".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_hetero.cluster.attention_rates import Rates, with_attention
-from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, usual_reserve
+from ds_hetero.cluster.catalogue import CATALOGUE, LINK_EFFICIENCY, usual_reserve
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.common.reading import MAX_RANKS
 from ds_hetero.common.units import GB, GIB
@@ -46,7 +46,7 @@ _UNUSED = Buffers(reduce_bucket=0, prefetch_bucket=0, live_parameters=0)
 
 
 class CannotExpressError(Exception):
-    """A property of a point that this project has no words for."""
+    """A property of a point that this project cannot express."""
 
 
 MEASUREMENTS = Path(__file__).parent / "measurements.csv"
@@ -54,7 +54,7 @@ COLUMNS = tuple(MEASUREMENTS.read_text(encoding="utf-8").partition("\n")[0].spli
 
 
 def read_rows(lines: Iterable[str]) -> list[Row]:
-    """Rows of a table of measurements; columns that it lacks and empty cells are "not stated"."""
+    """Return the rows of a table of measurements; missing columns and empty cells are "not stated"."""
     empty = dict.fromkeys(COLUMNS, "") | {"peft": "full", "optimizer": "AdamW"}
     return [
         empty | {name: value.strip() for name, value in row.items() if isinstance(value, str) and value.strip()}
@@ -63,22 +63,25 @@ def read_rows(lines: Iterable[str]) -> list[Row]:
 
 
 def number(row: Row, column: str, default: int = 1) -> int:
-    """Read a whole number; ``default`` where it is not stated."""
+    """Return a whole number; ``default`` if it is not stated."""
     return int(float(row[column])) if row[column] else default
 
 
 def kernel_of(row: Row) -> str:
-    """Name of the kernel of attention, as `ds_hetero.cluster.catalogue` has it; FlashAttention-2 is usual."""
+    """Return the name of the attention kernel, as in `ds_hetero.cluster.catalogue`; FlashAttention-2 is usual."""
     return _KERNELS.get(row["attention"].lower(), "flash_attn_2")
 
 
 def base_of(gpu: str) -> str:
-    """Card of the catalogue whose rates a card has."""
+    """Return the GPU of the catalogue whose rates a GPU has."""
     return _VARIANTS.get(gpu, (gpu,))[0]
 
 
 def family_of(gpu: str) -> str:
-    """The first catalogue card with the same achieved shares of its peaks; fitted constants hold for all of them."""
+    """Return the first GPU of the catalogue with the same fractions of its peaks.
+
+    Fitted constants hold for all of these.
+    """
     base = base_of(gpu)
     if base not in CATALOGUE:
         return base
@@ -88,15 +91,15 @@ def family_of(gpu: str) -> str:
 
 
 def card_of(row: Row, constants: Constants | None = None, kernel: str | None = None) -> DeviceSpec:
-    """Card of a row, with the rates of its kernel.
+    """Return the GPU of a row, with the rates of its kernel.
 
     Args:
         row: of the measurements.
-        constants: shares that stand in for the catalogue's.
+        constants: replace the catalogue's fractions.
         kernel: of attention; left out, the row's.
 
     Raises:
-        CannotExpressError: the catalogue does not have the card, or no rate of the kernel on it.
+        CannotExpressError: the catalogue does not have the GPU, or no rate of the kernel on it.
     """
     gpu, kernel = row["gpu"], kernel or kernel_of(row)
     base, gib, rate = _VARIANTS.get(gpu, (gpu, None, None))
@@ -119,7 +122,7 @@ def card_of(row: Row, constants: Constants | None = None, kernel: str | None = N
 
 
 def _with_kernel(card: DeviceSpec, kernel: str, rates: Rates, own: Mapping[str, float]) -> DeviceSpec:
-    """The card with the rates of a kernel: of the catalogue's first one where it has none of this kernel."""
+    """Return the GPU with the rates of a kernel; of the catalogue's first GPU if it has none of this kernel."""
     if not rates:
         return card
     usual = "flash_attn_2" if "flash_attn_2" in rates else next(iter(rates))
@@ -130,10 +133,10 @@ def _with_kernel(card: DeviceSpec, kernel: str, rates: Rates, own: Mapping[str, 
 
 
 def cluster_of(row: Row, count: int, constants: Constants | None = None) -> Cluster:
-    """``count`` cards of a row, in nodes as large as the row's.
+    """Return ``count`` GPUs of a row, in nodes as large as the row's.
 
     Raises:
-        CannotExpressError: there are more of them than a plan has.
+        CannotExpressError: there are more GPUs than a plan can have.
     """
     if count > MAX_RANKS:
         raise CannotExpressError(f"more than {MAX_RANKS:,} cards")
@@ -157,12 +160,12 @@ def cluster_of(row: Row, count: int, constants: Constants | None = None) -> Clus
 
 
 def _link(name: str, bytes_per_s: float, latency_s: float) -> Link:
-    share = {"p2p_efficiency": NOMINAL_SHARE, "all_to_all_efficiency": NOMINAL_SHARE}
+    share = {"p2p_efficiency": LINK_EFFICIENCY, "all_to_all_efficiency": LINK_EFFICIENCY}
     return Link(name=name, latency_s=latency_s, bytes_per_s=bytes_per_s, **share)
 
 
 def model_of(row: Row) -> ModelSpec:
-    """Shape of the model.
+    """Return the shape of the model.
 
     Raises:
         CannotExpressError: the source does not state it.
@@ -188,7 +191,7 @@ _LOGIT_BYTES = 14.0
 
 
 def refuse_unclear(row: Row) -> None:
-    """Refuse points that lack what a prediction needs, or run what is not described here.
+    """Refuse points that lack values that a prediction needs, or that have settings that cannot be described here.
 
     Raises:
         CannotExpressError: with the reason.
@@ -204,7 +207,7 @@ def refuse_unclear(row: Row) -> None:
 
 
 def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) -> Workload:
-    """Batch of one replica, in the bytes of the framework of the row."""
+    """Return the batch of one replica, in the bytes of the row's framework."""
     replicas, ranks = number(row, "dp"), number(row, "sp") * number(row, "cp")
     gradient, optimizer = _bytes_per_parameter(row)
     is_quantized, of_all = row["peft"] == "qlora", (constants or {}).get(ALL_CARDS, {})
@@ -236,12 +239,14 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
 
 
 def _is_own(row: Row) -> bool:
-    """Whether the row is of this engine, which has a loss of its own."""
+    """Return whether the row is of this engine, which has its own loss."""
     return row["source"].startswith("ds_hetero") or row["where"].startswith("run.json of")
 
 
 def _logit_bytes(row: Row) -> float | None:
-    """Bytes of a logit of a whole loss in the framework of the row; None for today's transformers, `_LOGIT_BYTES`.
+    """Return the bytes of a logit of a whole loss in the row's framework.
+
+    None for today's transformers, `_LOGIT_BYTES`.
 
     Until late in 2024 transformers copied shifted logits in fp32: 18.7, the slope of fsdp_qlora's table over the batch.
     Qwen's own model computes the loss in the type of the logits: slopes of its table over length.
@@ -268,7 +273,7 @@ def _is_fsdp(row: Row) -> bool:
 
 
 def _bytes_per_parameter(row: Row) -> tuple[float, float]:
-    """Bytes of a gradient and of the optimizer's state.
+    """Return the bytes of a gradient and of the optimizer's state.
 
     FSDP keeps no bf16 shard beside its fp32 weights, which are counted as 2 of weights and 10 of state, and reduces
     gradients in fp32 unless the whole job is in bf16.
@@ -289,5 +294,5 @@ def _bytes_per_parameter(row: Row) -> tuple[float, float]:
 
 
 def _host_bytes(row: Row) -> float | None:
-    """Memory of a node's host where a source states it: ALST's nodes of 8 H100 have 1.9 TB."""
+    """Return the memory of a node's host if a source states it: ALST's nodes of 8 H100 have 1.9 TB."""
     return 1.9e12 if row["source"].startswith("snowflakedb") else None

@@ -1,1 +1,1 @@
-"""Published tables and figures, rebuilt; one module per paper, each a command."""
+"""Rebuild published tables and figures; one module per paper, each a command."""

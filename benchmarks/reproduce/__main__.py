@@ -1,11 +1,12 @@
-"""Every table and figure of the five papers on one page.
+"""Rebuild every table and figure of the five papers, one page per paper.
 
     python -m benchmarks.reproduce all [--only hexiseq hetero-ring zeppelin hexiscale tangram] [--figures NAMES]
 
-The page is docs/papers.md, its pictures lie in docs/images/papers, and the numbers in benchmarks/results/papers.json.
-Nothing is measured. A figure that is not run again stays as it was, as all do that ``--figures "Figure 3"`` does not
-name; one that fails is named on the page and ends the command with 1, after all others. ``--quick`` makes a small part
-of every figure, for tests, and writes no page unless ``--page`` names one.
+The pages are docs/evidence/papers-PAPER.md; docs/papers.md sums them up and is written by hand. Pictures are in
+docs/images/papers, and numbers in benchmarks/results/papers.json. Nothing is measured. Figures that are not run again
+stay as they were: with ``--figures "Figure 3"`` all others. A figure that fails is named on the page, and the command
+ends with 1 after all others. ``--quick`` makes a small part of every figure, for tests, and writes no page unless
+``--pages`` names a folder.
 """
 
 from __future__ import annotations
@@ -29,19 +30,26 @@ from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.reproduce.figures.figure import Paper, draw, section
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "papers.md"
+PAGES = ROOT / "docs" / "evidence"
 PAPERS = ("hexiseq", "hetero-ring", "zeppelin", "hexiscale", "tangram")
-INTRODUCTION = """# The papers, table by table
+INTRODUCTION = """# {name}, figure by figure
 
-Here is what the five papers print that this project is made from, beside what is computed here.
-`python -m benchmarks.reproduce all` makes this page. Nothing on it is measured: it is predictions of cost
-models, and searches. What is measured is on [another page](measured.md). Every figure says which assumption decides
-whether the numbers agree.
+This page compares the tables and figures of {title} with ours. Nothing on it was measured by us: our numbers are
+predictions of cost models, and searches. One command makes the page:
+
+<!-- not run in tests: takes minutes -->
+```bash
+python -m benchmarks.reproduce all --only {key}
+```
+
+{result}
+
+"Paper" marks numbers that the paper prints, and "ours" numbers that ds_hetero computes. {setup}
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if every figure could be made."""
+    """Run the command; return 0 if every figure could be made."""
     options = _parser().parse_args(arguments)
     outcome = header(" ".join(["python -m benchmarks.reproduce", *(arguments or sys.argv[1:])]))
     output = options.output or FOLDER / ("papers_quick.json" if options.quick else "papers.json")
@@ -49,20 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     outcome["papers"] = before
     for key in options.only:
-        kept = {} if options.figures is None else {each["name"]: each for each in before[key]["figures"]}
-        kept = {name: each for name, each in kept.items() if name not in options.figures}
-        outcome["papers"][key] = _made(_paper(key), options.quick, console, kept)
+        kept_figures = {} if options.figures is None else {figure["name"]: figure for figure in before[key]["figures"]}
+        kept_figures = {name: figure for name, figure in kept_figures.items() if name not in options.figures}
+        outcome["papers"][key] = _make_figures(_paper(key), options.quick, console, kept_figures)
         write(outcome, output)  # after every paper, so that nothing is lost
-    page = options.page or (None if options.quick else PAGE)
-    if page is not None:
-        _write_page(outcome["papers"], page, console)
+    pages = options.pages or (None if options.quick else PAGES)
+    if pages is not None:
+        for key in options.only:
+            _write_page(key, outcome["papers"][key], pages, console)
     if options.json:
         print(json.dumps(outcome))
-    console.print(f"written to {output}{f' and {page}' if page else ''}")
-    return 1 if any("error" in each for paper in outcome["papers"].values() for each in paper["figures"]) else 0
+    console.print(f"written to {output}{f' and {pages}' if pages else ''}")
+    return 1 if any("error" in figure for paper in outcome["papers"].values() for figure in paper["figures"]) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a small part of every figure")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--output", type=Path, help="the result file; default: in benchmarks/results")
-    parser.add_argument("--page", type=Path, help="the page; default: docs/papers.md")
+    parser.add_argument("--pages", type=Path, help="folder of the pages; default: docs/evidence")
     return parser
 
 
@@ -81,12 +91,12 @@ def _paper(key: str) -> Paper:
     return paper
 
 
-def _made(paper: Paper, quick: bool, console: Console, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures of a paper with the CPU seconds that each took; those of ``kept`` stay as they were."""
+def _make_figures(paper: Paper, quick: bool, console: Console, kept_figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all figures of a paper with the CPU seconds of each; those of ``kept_figures`` stay as they were."""
     figures: list[dict[str, Any]] = []
     for name, make in paper.makers.items():
-        if name in kept:
-            figures.append(kept[name])
+        if name in kept_figures:
+            figures.append(kept_figures[name])
             continue
         started = time.process_time()
         try:
@@ -96,27 +106,28 @@ def _made(paper: Paper, quick: bool, console: Console, kept: Mapping[str, Any]) 
         figure["cpu_s"] = time.process_time() - started
         figures.append(figure)
         console.print(f"{paper.key}, {name}: {figure.get('error', 'made')}, {figure['cpu_s']:.1f} s of CPU")
-    return {"title": paper.title, "figures": figures, "left_out": dict(paper.left_out)}
+    about = {"name": paper.name, "title": paper.title, "result": paper.result, "setup": paper.setup}
+    return {**about, "figures": figures, "left_out": dict(paper.left_out)}
 
 
-def _write_page(papers: Mapping[str, Any], page: Path, console: Console) -> None:
-    lines = [INTRODUCTION]
-    pictures = page.parent / "images" / "papers"
-    for key in (key for key in PAPERS if key in papers):
-        lines += [f"## {papers[key]['title']}", ""]
-        for figure in papers[key]["figures"]:
-            if "error" in figure:
-                lines += [f"### {figure['name']}", "", f"Could not be made: {figure['error']}", ""]
-                continue
-            picture = None
-            if figure["lines"]:
-                name = f"{key}-{figure['name'].lower().replace(' ', '-')}.png"
-                draw(figure, pictures / name)
-                picture = f"images/papers/{name}"
-            lines += section(key, figure, picture)
-        if papers[key]["left_out"]:
-            lines += ["| not reproduced | why |", "|---|---|"]
-            lines += [f"| {name} | {why} |" for name, why in papers[key]["left_out"].items()] + [""]
+def _write_page(key: str, paper: Mapping[str, Any], pages: Path, console: Console) -> None:
+    """Write the page of a paper and its pictures."""
+    lines = [INTRODUCTION.format(key=key, **{name: paper[name] for name in ("name", "title", "result", "setup")})]
+    pictures = pages.parent / "images" / "papers"
+    for figure in paper["figures"]:
+        if "error" in figure:
+            lines += [f"## {figure['name']}", "", f"Could not be made: {figure['error']}", ""]
+            continue
+        picture = None
+        if figure["lines"]:
+            name = f"{key}-{figure['name'].lower().replace(' ', '-')}.png"
+            draw(figure, pictures / name)
+            picture = f"../images/papers/{name}"
+        lines += section(figure, picture)
+    if paper["left_out"]:
+        lines += ["## Not reproduced", ""]
+        lines += [f"* **{name}.** {why}" for name, why in paper["left_out"].items()] + [""]
+    page = pages / f"papers-{key}.md"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(lines).rstrip() + "\n")
     console.print(f"{len(lines)} lines of {page.name}")

@@ -1,14 +1,13 @@
-"""HexiScale's printed figures (arXiv:2409.01143), rebuilt from its cost model, beside plans that are better in it.
+"""Rebuild HexiScale's printed figures (arXiv:2409.01143) from its cost model, with better plans in the same model.
 
     python -m benchmarks.reproduce.hexiscale [--only case-study tables] [--json]
 
-    case-study   section 3: the pipelines of Megatron and of HexiScale to all printed digits, what the print adds for
+    case-study   section 3: the pipelines of Megatron and of HexiScale to all printed digits, the printed addition for
                  gradients, HexiScale's search as described, Tangram's, ours, and the exact optimum
-    tables       tables 3 and 6: simulated MFU at a global batch of 120, with 8 bytes a parameter as the public code has
-                 it and with the 16 of Adam in mixed precision and the inputs of all micro-batches in flight
+    tables       tables 3 and 6: simulated MFU at a global batch of 120, with 8 bytes a parameter as in the public code,
+                 and with 16 bytes for Adam in mixed precision and the inputs of all micro-batches in flight
 
-Nothing is measured: all of it follows from the cost model and the searches. The exit code is 1 if a figure that must be
-reached is not.
+Nothing is measured: everything follows from the cost model and the searches. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ OPEN_CONSTANTS = (
 
 
 def case_study() -> dict[str, Any]:
-    """Section 3: printed pipelines, and plans of all searches."""
+    """Rebuild section 3: printed pipelines, and plans of all searches."""
     cluster, model = load_cluster("hexiscale-case-study"), load_model("llama-2-13b")
     costs = HexiScaleStageCosts(cluster, model, SEQ_LEN)
     printed = []
@@ -107,14 +106,14 @@ def case_study() -> dict[str, Any]:
 
 
 def equation_4_s(costs: HexiScaleStageCosts, layers: int) -> float:
-    """Gradients of layers that two pipelines hold on machines A and B (Eqs. 4 and 7)."""
+    """Return the seconds of gradients of layers that two pipelines hold on machines A and B (Eqs. 4 and 7)."""
     num_layers = costs.model.num_layers
     pipelines = [PlacedPipeline((block,), (num_layers,), 1, 1) for block in (A800, R4090)]
     return costs.sync_times(pipelines).total_s * layers / num_layers
 
 
 def searches(costs: HexiScaleStageCosts, batch: int) -> list[dict[str, Any]]:
-    """All searches under one cost model: steps, MFU, pipelines, and the seconds that each took."""
+    """Run all searches under one cost model; return steps, MFU, pipelines, and the seconds of each."""
     rows = []
     for name in ("HexiScale's search", "Tangram's search", "ours"):
         started = time.process_time()
@@ -138,7 +137,7 @@ def searches(costs: HexiScaleStageCosts, batch: int) -> list[dict[str, Any]]:
 
 
 def setting(name: str, model: str) -> Cluster:
-    """A cluster of section 5.1."""
+    """Return a cluster of section 5.1."""
     if name.startswith("setting"):
         return load_cluster(f"hexiscale-{name.replace(' ', '-')}")
     link = {"bandwidth_gb_per_s": 32, "latency_us": 5}
@@ -149,7 +148,7 @@ def setting(name: str, model: str) -> Cluster:
 
 
 def tables() -> list[dict[str, Any]]:
-    """Tables 3 and 6."""
+    """Rebuild tables 3 and 6."""
     rows = []
     for model, name, printed, programme in PRINTED_MFU:
         cluster, spec = setting(name, model), load_model(model)
@@ -161,7 +160,7 @@ def tables() -> list[dict[str, Any]]:
 
 
 def failures(outcome: dict[str, Any]) -> list[str]:
-    """Targets that are missed."""
+    """Return the targets that are missed."""
     missed = []
     if "case_study" in outcome:
         missed += [
@@ -173,7 +172,7 @@ def failures(outcome: dict[str, Any]) -> list[str]:
         if plans["ours"] > min(16.3, 1.001 * plans["exact optimum"]):
             missed.append(f"case study: {plans['ours']:.3f} s")
     for row in outcome.get("tables", ()):
-        mfu = {each["name"]: 100 * each.get("mfu", 0.0) for each in row["as_code"]}
+        mfu = {result["name"]: 100 * result.get("mfu", 0.0) for result in row["as_code"]}
         printed = 0.0 if row["printed_programme"] is None else max(row["printed"], row["printed_programme"])
         if mfu["ours"] < max(printed, *mfu.values()) - 1e-6:
             missed.append(f"{row['model']}, {row['setting']}: MFU {mfu}")
@@ -181,7 +180,7 @@ def failures(outcome: dict[str, Any]) -> list[str]:
 
 
 def show(outcome: dict[str, Any], console: Console) -> None:
-    """Tables for people."""
+    """Print the tables."""
     if "case_study" in outcome:
         table = Table(
             "step of", "pipelines, printed", "here", "gradients, printed", "Eq. 4", f"x {GRADIENT_SCALE:.2f}", "rest",
@@ -207,7 +206,7 @@ def show(outcome: dict[str, Any], console: Console) -> None:
         for row in outcome["tables"]:
             pairs = zip(row["as_code"], row["with_adam"], strict=True)
             cells = [f"{percent(a)} ({percent(b)})" for a, b in pairs]
-            spent = " / ".join(f"{each['search_cpu_s']:.1f}" for each in row["as_code"])
+            spent = " / ".join(f"{result['search_cpu_s']:.1f}" for result in row["as_code"])
             programme = "" if row["printed_programme"] is None else str(row["printed_programme"])
             table.add_row(row["model"], row["setting"], str(row["printed"]), programme, *cells, spent)
         console.print(table)
@@ -228,7 +227,7 @@ def seconds(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if everything that must be reached is."""
+    """Run the command; return 0 if every target is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS))
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")

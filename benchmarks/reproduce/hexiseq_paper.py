@@ -1,6 +1,6 @@
-"""What HexiSeq (arXiv:2605.07569v1) publishes, what it leaves open, and what is assumed in its place.
+"""Published figures of HexiSeq (arXiv:2605.07569v1), the questions that it leaves open, and our assumptions.
 
-Figures 3 to 7 are drawings without numbers; what the text says of them is here, and Table 3 in full.
+Figures 3 to 7 are drawings without numbers; the figures in the text are here, and table 3 in full.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EQUAL_FLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of Table 3; thousands of tokens per second."""
+    """One line of table 3; thousands of tokens per second."""
 
     method: str
     model: str
@@ -80,7 +80,7 @@ class Assumptions:
         between_gb_per_s: bandwidth between nodes.
         latency_us: inside a node and between nodes.
         cost_model: "published", or "calibrated" with efficiencies of 1, without ZeRO traffic and without limits of
-            memory: no barrier between ring steps, bytes summed at every device's port, partial results merged.
+            memory: no barrier between ring steps, bytes summed at every device's NIC, partial results merged.
         causal: for the calibrated model; the published one counts full attention.
         fractional_heads: let Ulysses split a head, so that it exists on any number of ranks.
     """

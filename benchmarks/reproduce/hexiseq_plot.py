@@ -1,6 +1,6 @@
-"""The picture of `benchmarks.reproduce.hexiseq`: figure 5 of the paper with our schedules beside its baselines.
+"""Draw the picture of `benchmarks.reproduce.hexiseq`: figure 5 of the paper with our schedules and its baselines.
 
-python -m benchmarks.reproduce.hexiseq_plot benchmarks/results/hexiseq.json    draws a stored outcome again
+python -m benchmarks.reproduce.hexiseq_plot benchmarks/results/hexiseq.json    draws a stored result again
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TICKS = [mantissa * 10**exponent for exponent in range(-1, 4) for mantissa in (1
 
 
 def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
-    """Throughput over context, one panel per cluster and model."""
+    """Draw throughput over context, one panel per cluster and model."""
     figure = Figure(figsize=(13, 7.5), layout="constrained")
     axes = figure.subplots(len(paper.MODELS), len(paper.SIMULATIONS), sharex=True, squeeze=False)
     for (row, model), (column, simulation) in product(enumerate(paper.MODELS), enumerate(paper.SIMULATIONS)):
-        panel = [each for each in cells if (each["simulation"], each["model"]) == (simulation, model)]
+        panel = [cell for cell in cells if (cell["simulation"], cell["model"]) == (simulation, model)]
         _draw_panel(axes[row][column], panel, load_model(model).num_layers)
         axes[row][column].set_title(f"{simulation}, {model}")
     for axis in axes[:, 0]:
@@ -50,7 +50,8 @@ def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_panel(axis: Axes, panel: Sequence[dict[str, Any]], num_layers: int) -> None:
-    contexts = [each["context"] for each in panel]
+    """Draw one panel."""
+    contexts = [cell["context"] for cell in panel]
 
     def rates(block_s: Sequence[float]) -> list[float]:
         return [context / (num_layers * s) / 1e3 for context, s in zip(contexts, block_s, strict=True)]
@@ -58,12 +59,12 @@ def _draw_panel(axis: Axes, panel: Sequence[dict[str, Any]], num_layers: int) ->
     x = [context // 1024 for context in contexts]
     for kind, style in BASELINES.items():
         best = [
-            min((s for name, s in each["baselines_s"].items() if name.startswith(kind)), default=None) for each in panel
+            min((s for name, s in cell["baselines_s"].items() if name.startswith(kind)), default=None) for cell in panel
         ]
         if None not in best:  # Ulysses needs as many heads as ranks
             axis.plot(x, rates(best), **style)
-    axis.plot(x, rates([each["bound_s"] for each in panel]), **BOUND)
-    axis.plot(x, rates([each["ours_s"] for each in panel]), **OURS)
+    axis.plot(x, rates([cell["bound_s"] for cell in panel]), **BOUND)
+    axis.plot(x, rates([cell["ours_s"] for cell in panel]), **OURS)
     axis.set_xscale("log", base=2)
     axis.set_xticks(x, [f"{value}K" for value in x])
     axis.set_yscale("log")

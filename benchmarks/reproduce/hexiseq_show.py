@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.reproduce.hexiseq`: published figures beside ours."""
+"""Print the tables of `benchmarks.reproduce.hexiseq`: published figures beside ours."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from benchmarks.reproduce import hexiseq_paper as paper
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Mean, best and least gain, and closeness to the bound."""
-    gains = [each["gain"] for each in cells]
+    """Return mean, best and least gain, and closeness to the bound."""
+    gains = [cell["gain"] for cell in cells]
     return {
         "mean": mean(gains),
         "best": max(gains),
         "least": min(gains),
-        "most_possible": max(each["possible_gain"] for each in cells),
-        "of_bound_least": min(each["of_bound"] for each in cells),
-        "of_bound_mean": mean(each["of_bound"] for each in cells),
+        "most_possible": max(cell["possible_gain"] for cell in cells),
+        "of_bound_least": min(cell["of_bound"] for cell in cells),
+        "of_bound_mean": mean(cell["of_bound"] for cell in cells),
     }
 
 
 def show(outcome: dict[str, Any], console: Console) -> None:
-    """Tables for people."""
+    """Print the tables."""
     for section, print_it in _TABLES.items():
         if section in outcome:
             for table in print_it(outcome[section]):
@@ -44,7 +44,8 @@ def show(outcome: dict[str, Any], console: Console) -> None:
 
 
 def _simulation_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    contexts = sorted({each["context"] for each in cells})
+    """Yield the tables of simulations."""
+    contexts = sorted({cell["context"] for cell in cells})
     table = Table(
         title="Simulations 1-3, datasheet peaks, 200 GB/s per pair: gain over the strongest baseline (of the bound)"
     )
@@ -52,8 +53,8 @@ def _simulation_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Table]:
     for context in contexts:
         table.add_column(f"{context // 1024}K", justify="right")
     for simulation, model in product(paper.SIMULATIONS, paper.MODELS):
-        row = [each for each in cells if (each["simulation"], each["model"]) == (simulation, model)]
-        texts = [f"{each['gain']:.3f} ({each['of_bound']:.1%}) {each['strongest']}" for each in row]
+        row = [cell for cell in cells if (cell["simulation"], cell["model"]) == (simulation, model)]
+        texts = [f"{cell['gain']:.3f} ({cell['of_bound']:.1%}) {cell['strongest']}" for cell in row]
         table.add_row(f"{simulation} {model}", *texts)
     yield table
     total = summary(cells)
@@ -66,6 +67,7 @@ def _simulation_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _assumption_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """Yield the table of assumptions."""
     headings = ("assumption", "mean", "best", "least", "possible", "of the bound")
     table = Table(*headings, title="How much the assumptions matter")
     table.add_row("[bold]published[/]", f"{paper.GAIN_MEAN:.2f}", f"{paper.GAIN_BEST:.2f}")
@@ -98,6 +100,7 @@ def _equal_flops_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _table_3_tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """Yield the tables of table 3."""
     table = Table(title="Table 3, thousands of tokens per second: ours with datasheet numbers, and fitted")
     for heading in ("method", "model", "setting", "context", "measured", "simulated"):
         table.add_column(heading)
@@ -107,7 +110,7 @@ def _table_3_tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
     for rows in zip(*(result["rows"] for result in results), strict=True):
         row = rows[0]
         names = row["method"], row["model"], str(row["setting"]), f"{row['context'] // 1024}K"
-        ours = [f"{each['datasheet']:.1f}, {each['fitted']:.1f}" for each in rows]
+        ours = [f"{cell['datasheet']:.1f}, {cell['fitted']:.1f}" for cell in rows]
         table.add_row(*names, f"{row['measured']:.1f}", f"{row['simulated']:.1f}", *ours)
     yield table
 

@@ -1,16 +1,15 @@
-"""Tangram's figures (a review of arXiv:2606.16907), rebuilt.
+"""Rebuild Tangram's figures (a review of arXiv:2606.16907).
 
     python -m benchmarks.reproduce.tangram [--only example pruning composition homogeneous mixed] [--json]
 
     example       70B on 64 H100 and 128 A100: layers of either island ("about 48 / 32" of 80 printed, balanced 49 / 31)
     pruning       calls of the inner parallelizer without and with each of the four rules (26 x fewer printed), the plan
-                  with each, and the calls that are needed if latency grows with layers: a bisection
+                  with each, and the calls of a bisection, which are enough if latency grows with layers
     composition   Algorithm 2 against the exact composition on random pipelines whose time is not linear in layers
     homogeneous   equal devices: Tangram, ours and the best uniform grid ("equal to the best homogeneous planner")
     mixed         unequal devices: gains over the best uniform grid
 
-Nothing is measured: all of it follows from the cost model and the searches. The exit code is 1 if a figure that must be
-reached is not.
+Nothing is measured: everything follows from the cost model and the searches. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
+from ds_hetero.planner.pipelines.baselines import best_grid
 from ds_hetero.planner.pipelines.planning import plan_pipelines
-from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
 from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
 from ds_hetero.planner.published.tangram.questions import Rules
@@ -58,7 +57,7 @@ RULES = {
 
 
 def example_cluster() -> Cluster:
-    """64 H100 and 128 A100 in nodes of 8 over 128 Gb/s."""
+    """Return 64 H100 and 128 A100 in nodes of 8 over 128 Gb/s."""
     nodes = [
         {"name": "h100", "device": "H100-SXM-80GB", "count": 8, "repeat": 8},
         {"name": "a100", "device": "A100-SXM-80GB", "count": 8, "repeat": 16},
@@ -67,7 +66,7 @@ def example_cluster() -> Cluster:
 
 
 def example() -> dict[str, Any]:
-    """The balanced layers, and those that Tangram and its exact composition choose."""
+    """Return the balanced layers, and those of Tangram and its exact composition."""
     costs = CalibratedStageCosts(example_cluster(), load_model("llama-3.1-70b"), WORK)
     kinds = [kind.device.peak_flops_per_s for kind in costs.pools.kinds]
     share = LAYERS * 64 * kinds[0] / (64 * kinds[0] + 128 * kinds[1])
@@ -89,7 +88,7 @@ def example() -> dict[str, Any]:
 
 
 def pruning() -> dict[str, Any]:
-    """Calls and plans under more and more rules; the order H100 before A100 and its reverse are both tried."""
+    """Return calls and plans under more and more rules; the order H100 before A100 and its reverse are both tried."""
     costs = CalibratedStageCosts(example_cluster(), load_model("llama-3.1-70b"), WORK)
     rows = []
     for name, rules in RULES.items():
@@ -100,10 +99,10 @@ def pruning() -> dict[str, Any]:
 
 
 def bisection(costs: StageCosts) -> dict[str, int]:
-    """Calls to find the crossing of two islands' latencies, of which one grows with layers and the other falls.
+    """Return the calls to find the crossing of two islands' latencies; one grows with layers while the other falls.
 
-    The time of an island is layers over its speed, and the head on top where the island holds it; so every call is one
-    slice on one island.
+    The time of an island is its layers over its speed, plus the head if the island holds it; so every call is one slice
+    on one island.
     """
     speed = (64 * costs.pools.kinds[0].device.peak_flops_per_s, 128 * costs.pools.kinds[1].device.peak_flops_per_s)
     head = costs.model.vocab_size * costs.model.hidden_size / costs.model.layer_parameters
@@ -124,7 +123,7 @@ def bisection(costs: StageCosts) -> dict[str, int]:
 
 
 def composition(count: int = 200) -> dict[str, Any]:
-    """How often and how much Algorithm 2 misses the best composition."""
+    """Return how often and by how much Algorithm 2 misses the best composition."""
     rng, gaps = random.Random(1), []
     while len(gaps) < count:
         islands, layers = rng.randint(3, 5), rng.randint(12, 24)
@@ -147,7 +146,7 @@ def composition(count: int = 200) -> dict[str, Any]:
 
 
 def nodes_of(*entries: tuple[str, int, int], network: float = 16) -> Cluster:
-    """Nodes of (device, devices per node, nodes)."""
+    """Return a cluster of nodes (device, devices per node, nodes)."""
     nodes = [
         {"name": f"n{i}", "device": device, "count": count, "repeat": repeat}
         for i, (device, count, repeat) in enumerate(entries)
@@ -182,7 +181,7 @@ MakeCluster = Callable[[], Cluster]
 
 
 def beside_grid(cases: dict[str, tuple[MakeCluster, str, int]]) -> list[dict[str, Any]]:
-    """Steps of the best grid, of Tangram and of ours, all with the recomputation that is best for each."""
+    """Return steps of the best grid, of Tangram and of ours, each with its best recomputation."""
     rows = []
     for name, (make, model_name, batch) in cases.items():
         cluster, model = make(), load_model(model_name)
@@ -202,28 +201,30 @@ def beside_grid(cases: dict[str, tuple[MakeCluster, str, int]]) -> list[dict[str
 
 
 def failures(outcome: dict[str, Any]) -> list[str]:
-    """Targets that are missed."""
+    """Return the targets that are missed."""
     missed = []
     if "example" in outcome:
-        found, exact = (outcome["example"][name]["step_s"] for name in ("algorithm_2", "exact"))
-        if found > exact * (1 + 1e-9):
-            missed.append(f"worked example: Algorithm 2 finds {found:.3f} s, the exact composition {exact:.3f} s")
+        algorithm_2_s, exact_s = (outcome["example"][name]["step_s"] for name in ("algorithm_2", "exact"))
+        if algorithm_2_s > exact_s * (1 + 1e-9):
+            missed.append(
+                f"worked example: Algorithm 2 finds {algorithm_2_s:.3f} s, the exact composition {exact_s:.3f} s"
+            )
     if "pruning" in outcome:
         rows = outcome["pruning"]["rules"]
         if rows[-1]["calls"] * PRINTED_SAVING > rows[0]["calls"] or rows[-1]["step_s"] > rows[0]["step_s"] * (1 + 1e-9):
             missed.append(f"pruning: {rows[0]['calls']} to {rows[-1]['calls']} calls")
     for section in ("homogeneous", "mixed"):
         for row in outcome.get(section, ()):
-            rivals = [row[key] for key in ("grid_s", "tangram_s") if row[key] is not None]
-            if rivals and row["ours_s"] > min(rivals) * (1 + 1e-9):
-                missed.append(f"{row['name']}: ours {row['ours_s']:.3f} s, {min(rivals):.3f} s")
+            baseline_times_s = [row[key] for key in ("grid_s", "tangram_s") if row[key] is not None]
+            if baseline_times_s and row["ours_s"] > min(baseline_times_s) * (1 + 1e-9):
+                missed.append(f"{row['name']}: ours {row['ours_s']:.3f} s, {min(baseline_times_s):.3f} s")
             if section == "homogeneous" and row["tangram_s"] > row["grid_s"] * 1.001:
                 missed.append(f"{row['name']}: Tangram {row['tangram_s']:.3f} s, grid {row['grid_s']:.3f} s")
     return missed
 
 
 def show(outcome: dict[str, Any], console: Console) -> None:
-    """Tables for people."""
+    """Print the tables."""
     if "example" in outcome:
         row = outcome["example"]
         table = Table("70B, 80 layers", "on 64 H100", "on 128 A100", "lanes", "stages", "step", title="Worked example")
@@ -256,6 +257,7 @@ def show(outcome: dict[str, Any], console: Console) -> None:
 
 
 def _beside_grid_table(section: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of one section."""
     table = Table("devices", "batch", "best grid", "Tangram", "ours", title=f"Steps, {section} devices")
     gains: dict[str, list[float]] = {"tangram_s": [], "ours_s": []}
     for row in rows:
@@ -281,7 +283,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if everything that must be reached is."""
+    """Run the command; return 0 if every target is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(PARTS), nargs="+", default=list(PARTS))
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")

@@ -1,9 +1,9 @@
-"""Zeppelin's evaluation, rebuilt: published figures beside the simulator's, and our planner in the same simulator.
+"""Rebuild Zeppelin's evaluation: published figures, the simulator's, and our planner in the same simulator.
 
     python -m benchmarks.reproduce.zeppelin [--batches N] [--json]
 
     cells      27: three models and clusters, three data sets, three contexts; speed-up over Transformer Engine's
-               context parallelism, with the constants that the paper's traces give ("fitted") and at nominal rates
+               context parallelism, with the constants of the paper's traces ("fitted") and at nominal rates
     ablation   routing alone, engine alone, both, and with remapping: 3B on 32 GPUs of cluster A, ArXiv
     rounds     all rounds of one ring: 3B on 16 GPUs, 64K tokens
 
@@ -37,7 +37,7 @@ SEED = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 if everything that must be true is."""
+    """Run the command; return 0 if every expectation holds."""
     options = _parser().parse_args(arguments)
     outcome: dict[str, Any] = header(
         " ".join(["python -m benchmarks.reproduce.zeppelin", *(arguments or sys.argv[1:])])
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.reproduce.zeppelin", description=__doc__.partition("\n")[0]
     )
@@ -75,20 +76,20 @@ def _progress() -> Console:
 
 
 def cells() -> list[tuple[str, str, str, int, str, int]]:
-    """Rates, model, cluster, tensor parallelism, data set and context of every cell."""
+    """Return rates, model, cluster, tensor parallelism, data set and context of every cell."""
     models = [(rates, *which) for rates in ("fitted", "nominal") for which in paper.CELLS]
     return [(*model, name, context) for model, name, context in product(models, DISTRIBUTIONS, paper.CONTEXTS)]
 
 
 def setting(rates: str, model: str, machine: str, tensor_parallel: int, gpus: int) -> Setting:
-    """A setting with fitted constants or with nominal rates."""
+    """Return a setting with fitted constants or with nominal rates."""
     if rates == "fitted":
         return Setting.fitted(model, machine, tensor_parallel, gpus)
     return Setting(model=model, machine=machine, tensor_parallel=tensor_parallel, gpus=gpus)
 
 
 def gains(where: Setting, name: str, context: int, batches: int) -> dict[str, float]:
-    """Speed-up of every method over ``te``: mean times of the same batches."""
+    """Return the speed-up of every method over ``te``: mean times of the same batches."""
     generator = random.Random(SEED)
     lengths = [DISTRIBUTIONS[name].batch(context, generator) for _ in range(batches)]
     times = {method: mean(run(batch, where) for batch in lengths) for method, run in METHODS.items()}
@@ -98,15 +99,15 @@ def gains(where: Setting, name: str, context: int, batches: int) -> dict[str, fl
 def cell(
     rates: str, model: str, machine: str, tensor_parallel: int, name: str, context: int, batches: int
 ) -> dict[str, Any]:
-    """One cell of figure 8."""
+    """Return one cell of figure 8."""
     where = setting(rates, model, machine, tensor_parallel, context // paper.TOKENS_PER_GPU)
     facts = {"rates": rates, "model": model, "cluster": machine, "data": name, "context": context}
     return {**facts, "gain": gains(where, name, context, batches)}
 
 
 def summary(cells: Sequence[dict[str, Any]], rates: str) -> dict[str, dict[str, float]]:
-    """Mean and best gain of every method over the cells."""
-    of_rates = [each["gain"] for each in cells if each["rates"] == rates]
+    """Return mean and best gain of every method over the cells."""
+    of_rates = [cell["gain"] for cell in cells if cell["rates"] == rates]
     return {
         method: {"mean": mean(gain[method] for gain in of_rates), "best": max(gain[method] for gain in of_rates)}
         for method in METHODS
@@ -114,13 +115,13 @@ def summary(cells: Sequence[dict[str, Any]], rates: str) -> dict[str, dict[str, 
 
 
 def ablation(rates: str, batches: int, data: str = "arxiv") -> dict[str, Any]:
-    """Section 5.3 on one data set, with a context of 4K tokens per GPU."""
+    """Rebuild section 5.3 on one data set, with a context of 4K tokens per GPU."""
     where = setting(rates, "3b", "A", 1, 32)
     return {"rates": rates, "gain": gains(where, data, 32 * paper.TOKENS_PER_GPU, batches)}
 
 
 def rounds() -> dict[str, dict[str, Any]]:
-    """Section 5.4.1: a ring of one 64K document over two nodes, and one of a 32K document inside a node."""
+    """Rebuild section 5.4.1: a ring of one 64K document over two nodes, and one of a 32K document inside a node."""
     where = Setting.fitted("3b", "A", 1, 16)
     rounds_ms = {}
     for name, (size, forward_ms, backward_ms) in paper.ROUNDS_MS.items():
@@ -136,7 +137,7 @@ def rounds() -> dict[str, dict[str, Any]]:
 
 
 def failures(outcome: dict[str, Any]) -> Iterator[str]:
-    """Expectations that do not hold."""
+    """Yield the expectations that do not hold."""
     fitted = outcome["summary"]["fitted"]
     if fitted["ours"]["mean"] <= fitted["with remap"]["mean"]:
         yield f"our mean gain {fitted['ours']['mean']:.2f} is not above Zeppelin's {fitted['with remap']['mean']:.2f}"
@@ -145,7 +146,7 @@ def failures(outcome: dict[str, Any]) -> Iterator[str]:
 
 
 def show(outcome: dict[str, Any], console: Console) -> None:
-    """Tables for people."""
+    """Print the tables."""
     table = Table("speed-up over TE", title="27 cells: mean and best")
     for heading in ("published", "fitted mean", "best", "nominal mean", "best"):
         table.add_column(heading, justify="right")
@@ -158,15 +159,15 @@ def show(outcome: dict[str, Any], console: Console) -> None:
     console.print(table)
     table = Table("3B, 32 GPUs, ArXiv", "published", "fitted", "nominal", title="Ablation: speed-up over TE")
     for method, published_gain in paper.ABLATION.items():
-        simulated = (f"{each['gain'][method]:.2f}" for each in outcome["ablation"])
+        simulated = (f"{cell['gain'][method]:.2f}" for cell in outcome["ablation"])
         table.add_row(method, f"{published_gain:.2f}", *simulated)
     console.print(table)
     table = Table(
         "3B, 16 GPUs, 64K", "rounds", "published, ms", "fitted, ms", title="One ring: forward + backward, all"
     )
-    for name, each in outcome["rounds_ms"].items():
-        texts = ("{:.3g} + {:.3g}, {:.1f}".format(*each[kind]) for kind in ("published", "simulated"))
-        table.add_row(name, str(each["rounds"]), *texts)
+    for name, cell in outcome["rounds_ms"].items():
+        texts = ("{:.3g} + {:.3g}, {:.1f}".format(*cell[kind]) for kind in ("published", "simulated"))
+        table.add_row(name, str(cell["rounds"]), *texts)
     console.print(table)
     for name, constant in outcome["fitted_constants"].items():
         console.print(f"fitted: {name} = {constant['value']:.3g}, as {constant['from']}", highlight=False)

@@ -1,9 +1,9 @@
-"""A placement of documents step by step over a few layers: when is the last rank done?
+"""Simulate a placement of documents step by step over a few layers: when does the last rank end?
 
 There is no barrier. A rank computes the blocks of its rings in order, rings between nodes first, and a block when its
-keys and values have arrived; they travel ahead of the computation, one transfer at a time into a rank, and between
-nodes one at a time through the interfaces of a node. In the backward gradients travel home, and a
-layer begins when they are.
+keys and values have arrived. These travel ahead of the computation, one transfer at a time into a rank, and between
+nodes one at a time through the NICs of a node. In the backward gradients travel home, and a layer begins when they have
+arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pieces = Sequence[tuple[int, int]]
 
 
 def block_s(lengths: Sequence[int], pieces: Sequence[Pieces], node: Sequence[int], setting: Setting) -> float:
-    """Time of one layer, forward and backward, on average over `LAYERS`.
+    """Return the time of one layer, forward and backward, on average over `LAYERS`.
 
     Args:
         lengths: of the documents.
@@ -54,7 +54,7 @@ def _rings(
     wire: float,
     backward: bool,
 ) -> tuple[list[float], list[float]]:
-    """When every rank is through with its rings, and when the gradients of its keys and values are home."""
+    """Return when every rank has finished its rings, and when the gradients of its keys and values are home."""
     now_s, home_s = list(ready_s), [0.0] * len(ready_s)
     port_s: dict[tuple[str, int], float] = {}
     for _, ring in rings:
@@ -85,7 +85,7 @@ def _passed_on(
     wire: float,
     port_s: dict[tuple[str, int], float],
 ) -> list[float]:
-    """When the blocks that every member got last have reached the next one."""
+    """Return when the latest blocks of every member have reached the next one."""
     size = len(ring)
     next_s = [0.0] * size
     for at, (rank, _) in enumerate(ring):

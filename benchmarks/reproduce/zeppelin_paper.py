@@ -1,7 +1,7 @@
-"""What Zeppelin (EuroSys 2026) publishes, and the constants that its traces let one fit.
+"""Published figures of Zeppelin (EuroSys 2026), and constants fitted to its traces.
 
-Figure 8, throughput by model, data set and context, is a drawing without numbers: of its cells the text gives the mean
-and the best gain. Table 2, the length distributions, is in `ds_hetero.planner.documents.length_distributions`.
+Figure 8, throughput by model, data set and context, is a drawing without numbers: the text gives the mean and the best
+gain of its cells. Table 2, the length distributions, is in `ds_hetero.planner.documents.length_distributions`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The picture of `benchmarks.reproduce.zeppelin`: gains over TE by cell, and the ablation beside the published one.
+"""Draw the picture of `benchmarks.reproduce.zeppelin`: gains over TE by cell, and the ablation with the published one.
 
-python -m benchmarks.reproduce.zeppelin_plot benchmarks/results/zeppelin.json    draws a stored outcome again
+python -m benchmarks.reproduce.zeppelin_plot benchmarks/results/zeppelin.json    draws a stored result again
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ LABELS = {"llama": "Llama CP", "hybrid": "hybrid DP", "with remap": "Zeppelin", 
 
 
 def draw(outcome: dict[str, Any], path: Path) -> None:
-    """Bars of the 27 cells with fitted constants; below, the ablation."""
+    """Draw bars of the 27 cells with fitted constants; below, the ablation."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     top, bottom = figure.subplots(2, 1, height_ratios=(2, 1))
-    cells = [each for each in outcome["cells"] if each["rates"] == "fitted"]
+    cells = [cell for cell in outcome["cells"] if cell["rates"] == "fitted"]
     width = 0.8 / len(BARS)
     for place, (method, colour) in enumerate(BARS.items()):
         at = [i + (place - len(BARS) / 2 + 0.5) * width for i in range(len(cells))]
-        top.bar(at, [each["gain"][method] for each in cells], width, color=colour, label=LABELS[method])
+        top.bar(at, [cell["gain"][method] for cell in cells], width, color=colour, label=LABELS[method])
     top.axhline(1.0, color="black", linewidth=0.8)
     top.axhline(paper.GAIN_MEAN, color="#f2a33a", linestyle=":", label=f"Zeppelin's published mean, {paper.GAIN_MEAN}")
     top.set_xticks(range(len(cells)))
-    labels = [f"{each['model']} {each['data']}\n{each['context'] // 1024}K" for each in cells]
+    labels = [f"{cell['model']} {cell['data']}\n{cell['context'] // 1024}K" for cell in cells]
     top.set_xticklabels(labels, fontsize=6, rotation=60)
     top.set_ylabel("speed-up over TE's context parallelism")
     top.legend(ncols=len(BARS) + 1, fontsize=8, frameon=False)

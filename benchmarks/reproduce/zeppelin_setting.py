@@ -1,4 +1,4 @@
-"""A model on one of Zeppelin's clusters: what a token, a pair of tokens and a transfer cost a rank."""
+"""A model on one of Zeppelin's clusters: a rank's cost of a token, a pair of tokens and a transfer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.reproduce.zeppelin_paper import FITTED, MACHINES, MODELS
 from ds_hetero.cost.terms.flops import ATTENTION_FORWARD_FLOPS, matmul_flops
 
-GPUS_OF_NODE = 8
+GPUS_PER_NODE = 8
 BACKWARD_COMPUTE, BACKWARD_WIRE = 2.5, 2.0  # of attention, over the forward
 
 
@@ -20,10 +20,10 @@ class Setting:
         machine: of `MACHINES`.
         tensor_parallel: GPUs of a rank.
         gpus: in all.
-        matmul_share: achieved share of the peak.
-        attention_share: likewise.
-        routed_nics: what routing over all NICs achieves, in NICs, dispatch and combine included; None for all of a node
-            with dispatch and combine on top.
+        matmul_share: achieved fraction of the peak.
+        attention_share: the same of attention.
+        routed_nics: bandwidth of routing over all NICs, in NICs, with dispatch and combine; None for all NICs of a node
+            and separate times of dispatch and combine.
         remap_s: forward remapping of `TOKENS_PER_GPU` tokens.
     """
 
@@ -38,56 +38,56 @@ class Setting:
 
     @classmethod
     def fitted(cls, model: str, machine: str, tensor_parallel: int, gpus: int) -> Setting:
-        """With the constants that the paper's traces give."""
+        """Return the setting with the constants of the paper's traces."""
         constants = {name: value for name, (value, _) in FITTED.items()}
         return cls(model=model, machine=machine, tensor_parallel=tensor_parallel, gpus=gpus, **constants)
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.gpus // self.tensor_parallel
 
     @property
     def ranks_of_node(self) -> int:
-        """Ranks of a node; all of them where there is only part of one."""
-        return min(GPUS_OF_NODE // self.tensor_parallel, self.ranks)
+        """Ranks of a node; all ranks if they are fewer than a node has."""
+        return min(GPUS_PER_NODE // self.tensor_parallel, self.ranks)
 
     @property
     def units_by_node(self) -> list[list[int]]:
-        """Ranks of every node."""
+        """Number of ranks of every node."""
         per_node = self.ranks_of_node
         return [list(range(first, first + per_node)) for first in range(0, self.ranks, per_node)]
 
     @property
     def linear_s(self) -> float:
-        """Forward of the linear modules, per token."""
+        """Forward seconds of the linear modules, per token."""
         return matmul_flops(MODELS[self.model]) / (self._rank_flops_per_s * self.matmul_share)
 
     @property
     def pair_s(self) -> float:
-        """Forward of attention, per query and key."""
+        """Forward seconds of attention, per query and key."""
         flops = ATTENTION_FORWARD_FLOPS * MODELS[self.model].hidden_size
         return flops / (self._rank_flops_per_s * self.attention_share)
 
     @property
     def kv_bytes(self) -> float:
-        """Keys and values of one token."""
+        """Bytes of keys and values of one token."""
         return 2 * 2 * MODELS[self.model].hidden_size
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Inside a node, of one rank."""
+        """Bandwidth of one rank inside a node."""
         return MACHINES[self.machine]["link_bytes_per_s"] * self.tensor_parallel
 
     @property
     def own_bytes_per_s(self) -> float:
-        """Between nodes, of the NICs that a rank is next to."""
-        of_rank = max(MACHINES[self.machine]["nics"] * self.tensor_parallel // GPUS_OF_NODE, 1)
+        """Bandwidth of one rank between nodes, through its nearest NICs."""
+        of_rank = max(MACHINES[self.machine]["nics"] * self.tensor_parallel // GPUS_PER_NODE, 1)
         return MACHINES[self.machine]["nic_bytes_per_s"] * min(self.tensor_parallel, of_rank)
 
     @property
     def node_bytes_per_s(self) -> float:
-        """Between nodes, of all NICs of a node together, as routing uses them."""
+        """Bandwidth between nodes of all NICs of a node together, as routing uses them."""
         machine = MACHINES[self.machine]
         return max(machine["nic_bytes_per_s"] * (self.routed_nics or machine["nics"]), self.own_bytes_per_s)
 
@@ -96,7 +96,7 @@ class Setting:
         return MACHINES[self.machine]["flops_per_s"] * self.tensor_parallel
 
     def wire_s(self, tokens: float, *, crosses: bool, routed: bool) -> float:
-        """Seconds to pass on the keys and values of so many tokens: the paper's Eq. 1 where they are routed."""
+        """Return the seconds to send keys and values of ``tokens`` tokens; with routing by the paper's Eq. 1."""
         data = tokens * self.kv_bytes
         if not crosses:
             return data / self.link_bytes_per_s

@@ -1,10 +1,11 @@
-"""One layer, forward and backward, on Zeppelin's clusters: baselines, Zeppelin and our planner under one set of rules.
+"""Simulate one layer, forward and backward, on Zeppelin's clusters, by the same rules for all planners.
 
-A rank is as many GPUs as tensor parallelism takes. Rings go in lockstep: a round takes the longer of computing and
-passing on keys and values; backward rounds compute 2.5 and transfer 2 times as much. Rings of one rank run one after
+A rank consists of the GPUs of one tensor-parallel group. Rings run in lockstep: a round takes the longer of computing
+and sending keys and values; backward rounds compute 2.5 and transfer 2 times as much. Rings of one rank run one after
 another. Linear modules take three times their forward. The optimizer and gradient synchronization are left out.
 
-"ours" is the same placement step by step (`zeppelin_events`): no barrier, a step begins when its keys are there.
+"ours" is the same placement step by step (`zeppelin_events`): without a barrier, a step begins when its keys have
+arrived.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ OUR_ROOM = 3.0  # tokens that a rank has memory for, over the mean; Zeppelin's a
 
 
 def round_s(compute_s: float, wire_s: float) -> tuple[float, float]:
-    """Forward and backward of one round of a ring."""
+    """Return forward and backward of one round of a ring."""
     return max(compute_s, wire_s), max(BACKWARD_COMPUTE * compute_s, BACKWARD_WIRE * wire_s)
 
 
 def _ring_s(size: int, compute_s: float, wire_s: float) -> float:
-    """All rounds of a ring; the last one has nothing to wait for."""
+    """Return the time of all rounds of a ring; the last one sends nothing."""
     return (size - 1) * sum(round_s(compute_s, wire_s)) + (1 + BACKWARD_COMPUTE) * compute_s
 
 
 def te(lengths: Sequence[int], setting: Setting, *, routed: bool = False) -> float:
-    """Transformer Engine's context parallelism: every document evenly over all ranks, all in one ring."""
+    """Return the time of Transformer Engine's context parallelism: every document evenly over all ranks, in a ring."""
     size, tokens = setting.ranks, sum(lengths)
     wire_s = setting.wire_s(tokens / size, crosses=len(setting.units_by_node) > 1, routed=routed)
     compute_s = sum(n * n for n in lengths) / 2 / size**2 * setting.pair_s
@@ -41,7 +42,10 @@ def te(lengths: Sequence[int], setting: Setting, *, routed: bool = False) -> flo
 
 
 def llama(lengths: Sequence[int], setting: Setting) -> float:
-    """Llama's context parallelism: keys and values are gathered before attention, their gradients reduced after it."""
+    """Return the time of Llama's context parallelism.
+
+    Keys and values are gathered before attention, their gradients reduced after it.
+    """
     size, tokens, nodes, per_node = setting.ranks, sum(lengths), len(setting.units_by_node), setting.ranks_of_node
     machine = MACHINES[setting.machine]
     between_s = (nodes - 1) / nodes / (machine["nic_bytes_per_s"] * machine["nics"])
@@ -51,7 +55,10 @@ def llama(lengths: Sequence[int], setting: Setting) -> float:
 
 
 def hybrid(lengths: Sequence[int], setting: Setting) -> float:
-    """Hybrid data parallelism: a long document on its share of the ranks by FLOPs, the others whole, longest first."""
+    """Return the time of hybrid data parallelism: a long document on its share of ranks by FLOPs, the others whole.
+
+    Whole documents are assigned longest first.
+    """
     size, per_node = setting.ranks, setting.ranks_of_node
     busy_s, most = [0.0] * size, 2 * sum(lengths) // size
     alone_s = [3 * n * setting.linear_s + (1 + BACKWARD_COMPUTE) / 2 * n * n * setting.pair_s for n in lengths]
@@ -68,7 +75,10 @@ def hybrid(lengths: Sequence[int], setting: Setting) -> float:
 
 
 def zeppelin(lengths: Sequence[int], setting: Setting, *, routed: bool = True, remapped: bool = True) -> float:
-    """Algorithms 1 and 2, the queues one after the other; linear modules on even tokens, or on those of attention."""
+    """Return the time of Algorithms 1 and 2, one queue after the other.
+
+    Linear modules run on even tokens, or on those of attention.
+    """
     capacity = CAPACITY_OVER_MEAN * sum(lengths) / setting.ranks
     attention_s, tokens = [0.0] * setting.ranks, [0.0] * setting.ranks
     for document, zone, units in zeppelin_rings(lengths, setting.units_by_node, capacity):
@@ -85,7 +95,7 @@ def zeppelin(lengths: Sequence[int], setting: Setting, *, routed: bool = True, r
 
 
 def costs_of(setting: Setting, tokens: int) -> UnitCosts:
-    """What our planner knows of the setting."""
+    """Return our planner's costs in the setting."""
     nodes = len(setting.units_by_node)
     wire = (1 + BACKWARD_WIRE) * setting.kv_bytes
     return UnitCosts(
@@ -99,14 +109,14 @@ def costs_of(setting: Setting, tokens: int) -> UnitCosts:
 
 
 def planned(lengths: Sequence[int], setting: Setting) -> float:
-    """Our placement step by step, transfers of a rank one after the other, and nobody waiting for anybody else."""
+    """Return the time of our placement step by step; a rank's transfers run one after the other, without barriers."""
     costs = costs_of(setting, sum(lengths))
     placed = place_lengths(lengths, costs)
     return block_s(lengths, placed.pieces, costs.node, setting)
 
 
 def in_lockstep(lengths: Sequence[int], setting: Setting) -> float:
-    """Our placement with rings in lockstep, as those of the others."""
+    """Return the time of our placement with rings in lockstep, like the others."""
     costs = costs_of(setting, sum(lengths))
     placed = place_lengths(lengths, costs)
     busy_s = [3 * setting.linear_s * tokens for tokens in placed.loads.tokens]
@@ -121,7 +131,7 @@ def in_lockstep(lengths: Sequence[int], setting: Setting) -> float:
 
 
 def predicted(lengths: Sequence[int], setting: Setting) -> float:
-    """Our placement as the planner predicts it: without lockstep, transfers hidden under all attention of a rank."""
+    """Return our planner's prediction: no lockstep, and transfers hidden under all attention of a rank."""
     return place_lengths(lengths, costs_of(setting, sum(lengths))).predicted_s
 
 

@@ -85,7 +85,8 @@ function details(summary, text, id) {
 
 // What the command said beside its answer: notes, or why there is no answer.
 function remarks(text, kind) {
-  const lines = text.split("\n").filter((line) => line.trim());
+  // The command wraps long lines at 80 columns, with continuations further in; a paragraph wraps by itself.
+  const lines = text.replace(/\n +/g, " ").split("\n").filter((line) => line.trim());
   return lines.map((line) => element("p", { className: `planner-${kind}`, textContent: line }));
 }
 
@@ -104,10 +105,19 @@ function download(name, content, kind) {
   return element("a", { className: "md-button", href: url, download: name, textContent: name });
 }
 
-// What the command line advises beside the plan, from its JSON.
+// The best job and the best of every other kind, and what the command line advises beside a plan of one schedule, from its JSON.
 function advice(plan) {
-  const { leave_out: fewer, zero_stage: stage } = JSON.parse(plan.out).advice;
+  const { job, alternatives, advice } = JSON.parse(plan.out);
+  const { leave_out: fewer, zero_stage: stage } = advice;
   const lines = [];
+  if (job) {
+    const without = job.left_out.length ? `, without ranks ${job.left_out.join(", ")}` : "";
+    lines.push(`Best job: ${job.name}${without}, ZeRO ${job.settings.zero_stage}, ${job.step_s.toPrecision(3)} s per step.`);
+    for (const other of alternatives) {
+      const slower = other.step_s ? `${other.factor.toFixed(2)} times the time` : "no";
+      lines.push(`${other.name}: ${slower}; ${other.reason}.`);
+    }
+  }
   if (fewer) lines.push(`A job without ranks ${fewer.ranks.join(", ")} would take ${fewer.iteration_s.toPrecision(3)} s per step.`);
   if (stage) lines.push(`Under ZeRO stage ${stage.stage} this schedule would take ${stage.iteration_s.toPrecision(3)} s per step, and fits.`);
   return remarks(lines.join("\n"), "note");

@@ -1,7 +1,10 @@
-"""Split tables of the Ulysses all-to-all of one group for one placement, in elements.
+"""Split sizes of one group's Ulysses all-to-all for one placement, in elements.
 
-A rank has its own tokens of all heads before the all-to-all, and all tokens of its own heads after it. The output of
+Before the all-to-all a rank has its tokens of all heads; after it, the rank has all tokens of its heads. The output of
 attention goes the opposite way. Tokens and heads are uneven: a rank may have no tokens, or no heads.
+
+Example: two ranks with 3 and 1 tokens, and with 1 and 3 of the 4 heads. Before, they hold [3, 4] and [1, 4] (tokens,
+heads); after, [4, 1] and [4, 3]. Rank 0 sends 3 tokens of 3 heads to rank 1, and receives 1 token of 1 head.
 
 Dimension key: S tokens of the group, W heads of q, k and v of one rank.
 """
@@ -18,45 +21,45 @@ from ds_hetero.values.schedule import Group
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of the group: its tokens, and the query and KV heads it computes."""
+    """One rank of the group: its tokens, and the query and KV heads that it computes."""
 
-    tokens: int
-    q: tuple[int, int]
-    kv: tuple[int, int]
+    tokens: int  # number of tokens
+    q: tuple[int, int]  # range of query heads
+    kv: tuple[int, int]  # range of KV heads
 
     @property
     def num_q(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.q[1] - self.q[0]
 
     @property
     def num_kv(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
         return self.kv[1] - self.kv[0]
 
     @property
     def width(self) -> int:
-        """Heads of q, k and v together: W."""
+        """Number of heads of q, k and v together: W."""
         return self.num_q + 2 * self.num_kv
 
 
 @dataclass(frozen=True)
 class HeadTable:
-    """Split tables of one group for one placement."""
+    """Members of one group for one placement, and the split sizes of this rank's all-to-alls."""
 
     members: tuple[Member, ...]  # by ascending rank, which is the order of the process group and of the tokens
-    index: int  # of this rank among the members
+    index: int  # index of this rank among the members
     num_heads: int  # query heads of the model
     num_kv_heads: int  # KV heads of the model
 
     @property
-    def own(self) -> Member:
+    def this_member(self) -> Member:
         """This rank's entry of ``members``."""
         return self.members[self.index]
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of the group: S."""
+        """Number of tokens of the group: S."""
         return sum(member.tokens for member in self.members)
 
     def qkv_sizes(self, unit: int) -> tuple[list[int], list[int]]:
@@ -67,9 +70,9 @@ class HeadTable:
         Args:
             unit: elements of one token of one head.
         """
-        this = self.own
-        sent = [this.tokens * unit * member.width for member in self.members]
-        received = [member.tokens * unit * this.width for member in self.members]
+        this_member = self.this_member
+        sent = [this_member.tokens * unit * member.width for member in self.members]
+        received = [member.tokens * unit * this_member.width for member in self.members]
         return sent, received
 
     def output_sizes(self, unit: int) -> tuple[list[int], list[int]]:
@@ -78,17 +81,17 @@ class HeadTable:
         Args:
             unit: elements of one token of one head.
         """
-        this = self.own
-        sent = [member.tokens * unit * this.num_q for member in self.members]
-        received = [this.tokens * unit * member.num_q for member in self.members]
+        this_member = self.this_member
+        sent = [member.tokens * unit * this_member.num_q for member in self.members]
+        received = [this_member.tokens * unit * member.num_q for member in self.members]
         return sent, received
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """``(first member, number of members)`` of each run: members whose heads one strided copy packs.
+        """Runs of members whose heads one strided copy can pack, as ``(first member, number of members)``.
 
-        The members of a run have equally many heads, in consecutive ranges. A member that shares KV heads with a member
-        before it is a run by itself, as the ranges of the two overlap.
+        The members of a run have equally many heads, in consecutive ranges. A member that shares KV heads with an
+        earlier member is a run by itself, since the ranges of the two overlap.
         """
         num_shared = dict(self.shared_kv_heads())
         runs: list[tuple[int, int]] = []
@@ -102,18 +105,22 @@ class HeadTable:
         return tuple(runs)
 
     def _continues(self, index: int) -> bool:
-        """Return whether a member's heads follow those of the member before it, and are equally many."""
-        before, member = self.members[index - 1], self.members[index]
-        is_alike = (member.num_q, member.num_kv) == (before.num_q, before.num_kv)
-        follows = (member.q[0], member.kv[0]) == (before.q[1], before.kv[1])
-        return is_alike and follows
+        """Whether a member has as many heads as the member before it, and its heads follow that member's heads."""
+        previous, member = self.members[index - 1], self.members[index]
+        has_equal_counts = (member.num_q, member.num_kv) == (previous.num_q, previous.num_kv)
+        follows = (member.q[0], member.kv[0]) == (previous.q[1], previous.kv[1])
+        return has_equal_counts and follows
 
     def shared_kv_heads(self) -> list[tuple[int, int]]:
-        """``(member, number)`` by ascending heads: how many of its first KV heads another member before it has, too.
+        """Return for each member how many of its first KV heads an earlier member has, too.
 
-        Two members share a KV head if their ranges of query heads meet inside it. With 4 queries a KV head, query heads
-        0-5 and 6-11 have KV heads 0-1 and 1-2: the second member shares one. When gradients come back, those of shared
-        heads are added to what is written already, the others are written.
+        Two members share a KV head if one has some of its query heads and the other the rest. Example: with 4 query
+        heads per KV head, members with query heads 0-5 and 6-11 have KV heads 0-1 and 1-2, so the second member shares
+        one. When gradients come back, the gradient of a shared head is added to the earlier member's; all others are
+        copied.
+
+        Returns:
+            Pairs ``(member, number of shared KV heads)``, in the order of the members' heads.
         """
         written_kv, shared = 0, []
         for index in sorted(range(len(self.members)), key=lambda member: self.members[member].q):
@@ -124,7 +131,10 @@ class HeadTable:
 
 
 def members_of(placement: Placement, group: Group, ranks: Sequence[int]) -> tuple[Member, ...]:
-    """Return the members of the all-to-all of ``group``; a rank of ``ranks`` outside the group exchanges nothing."""
+    """Return the `Member` of each of ``ranks`` in the all-to-all of ``group``.
+
+    A rank outside the group has no tokens and no heads, so that it exchanges nothing.
+    """
     members = []
     for rank in ranks:
         if rank in group.ranks:

@@ -1,6 +1,6 @@
-"""Kernel calls and messages of one rank in the rings of its lanes, by ring step.
+"""Kernel calls and messages of one rank in every ring step, for each lane of its group.
 
-A `Ring` is made once per batch layout and kind of mask, and used by every layer. It consists of slices and bands;
+A `Ring` is made once per batch layout and kind of mask, and every layer uses it. It consists of slices and bands;
 nothing here touches a tensor.
 """
 
@@ -21,17 +21,17 @@ from ds_hetero.values.schedule import Schedule
 
 
 class KernelCall(NamedTuple):
-    """One kernel call: attention of some queries to some keys."""
+    """One call of an attention kernel: some queries against some keys."""
 
     queries: tuple[slice, slice, slice]  # rows, heads, tokens: index into this rank's [B, h, S, ...] of the lane
     keys: tuple[slice, slice, slice]  # rows, heads, tokens: index into one sub-ring's [B, heads, tokens, D]
     band: Band  # mask: the keys that each query sees
-    first: bool  # no earlier call of the forward has any of these queries, so the result is stored, not merged
+    first: bool  # whether no earlier call of the forward has these queries: its result is stored, later ones are merged
 
 
 @dataclass(frozen=True)
 class SubRing:
-    """This rank's part of one sub-ring task."""
+    """This rank's part of one sub-ring task: a range of heads that one rank of every group in the lane computes."""
 
     tag: int  # tag of its messages: the same on all its ranks, different for every task of the placement
     ranks: tuple[int, ...]  # global rank at every position of the lane's ring
@@ -41,10 +41,11 @@ class SubRing:
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """Ring steps of one rank for one lane, of one batch layout and for one kind of mask.
+    """Ring steps of one rank in one lane, for one batch layout and one kind of mask.
 
     Args:
-        prepared: cache of `ds_hetero.runtime.attention.ring`, derived from ``calls`` and used by every layer.
+        call_cache: kernel calls that `ds_hetero.runtime.attention.lane_passes` has prepared from ``calls`` in the first
+            layer, for all later layers; by (source, whether the kernel takes packed blocks).
     """
 
     table: RingTable  # blocks and transfers of all members of the lane
@@ -52,39 +53,50 @@ class Ring:
     tokens: slice  # the lane's tokens among those of the group
     num_q: int  # query heads of this rank
     sub_rings: tuple[SubRing, ...]  # sub-rings of this rank
-    prepared: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
+    call_cache: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
-        """Members of the lane: K."""
+        """Number of members of the lane: K."""
         return self.table.size
 
     @property
     def steps(self) -> int:
-        """Steps of the forward, and of the backward."""
+        """Number of steps of the forward, and of the backward."""
         return self.table.steps
 
     def forward_source(self, step: int) -> int | None:
-        """Ring position whose KV a forward step works on, in step 0 its own; None in a step without work."""
+        """Return the ring position whose KV this rank works on in a forward step; None if the rank is idle.
+
+        The first step is on this rank's own KV.
+        """
         return self.table.forward_source(self.position, step)
 
     def backward_source(self, step: int) -> int | None:
-        """Ring position whose KV a backward step works on, in the last one its own; None in a step without work."""
+        """Return the ring position whose KV this rank works on in a backward step; None if the rank is idle.
+
+        The last step is on this rank's own KV.
+        """
         return self.table.forward_source(self.position, self.steps - 1 - step)
 
     @property
-    def kept(self) -> int | None:
-        """Ring position whose KV stays on this rank from the forward to the backward."""
-        return self.table.kept(self.position)
+    def kept_source(self) -> int | None:
+        """Ring position whose KV stays on this rank from the forward to the backward; None if there is none."""
+        return self.table.kept_source(self.position)
 
-    def num_columns(self, source: int) -> int:
-        """Number of travelling tokens of a source."""
-        return sum(stop - start for start, stop in self.table.columns(source))
+    @property
+    def num_kept_blocks(self) -> int:
+        """Number of tensors of this KV, one for each sub-ring."""
+        return 0 if self.kept_source is None else len(self.sub_rings)
+
+    def num_travelling_keys(self, source: int) -> int:
+        """Count the tokens whose KV travels from a ring position to others."""
+        return sum(stop - start for start, stop in self.table.travelling_keys(source))
 
     @cached_property
     def calls(self) -> tuple[tuple[tuple[KernelCall, ...], ...], ...]:
         """Kernel calls ``[source][sub-ring]``, in the order of the forward steps."""
-        # Ranges of queries that have a result so far, by first head and first row. They make the order of steps matter.
+        # Ranges of queries that have a result so far, by first head and first row: only their first call stores.
         covered: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         calls_of_source: dict[int, tuple[tuple[KernelCall, ...], ...]] = {}
         for step in range(self.steps):
@@ -96,10 +108,15 @@ class Ring:
     def _calls_of(
         self, source: int, sub: SubRing, covered: dict[tuple[int, int], list[tuple[int, int]]]
     ) -> Iterator[KernelCall]:
-        # The rank's own keys are read where they are; those of others have come as their travelling columns only.
-        packed = _Packed(() if source == self.position else self.table.columns(source))
+        """Yield the kernel calls on the keys of ``source`` in one sub-ring.
+
+        Args:
+            covered: ranges of queries that have a result already, by (first head, first row); gets those of the calls.
+        """
+        # The rank's own keys are read from its tensor; of other keys only the travelling ones have arrived.
+        packed = _PackedKeys(() if source == self.position else self.table.travelling_keys(source))
         for q_heads, kv_heads in sub.segments:
-            for rows, blocks in self.table.blocks(self.position, source):
+            for rows, blocks in self.table.blocks_between(self.position, source):
                 batch = slice(rows.start, rows.stop)
                 for block in blocks:
                     yield KernelCall(
@@ -110,10 +127,10 @@ class Ring:
                     )
 
     @cached_property
-    def undivided(self) -> KernelCall | None:
-        """The call that computes all of this rank's attention; None if it takes several.
+    def single_call(self) -> KernelCall | None:
+        """The kernel call that computes all of this rank's attention; None if there are several calls.
 
-        Such a rank calls the kernel on its tensors as they are, without slices and without merging results.
+        A single call needs no slices of tensors, and its result is not merged with others.
         """
         if self.size > 1:
             return None
@@ -135,6 +152,7 @@ class Ring:
         return total
 
     def _all_calls(self) -> list[KernelCall]:
+        """List the calls of all sources and sub-rings."""
         all_calls: list[KernelCall] = []
         for calls_of_source in self.calls:
             for calls_of_sub_ring in calls_of_source:
@@ -160,7 +178,7 @@ class Ring:
     def needed_after_forward_step(self) -> tuple[frozenset[int], ...]:
         """Sources whose KV is still needed after each forward step: to work on, to send, or for the backward."""
         sources = list(map(self.forward_source, range(self.steps)))
-        return self._needed_after(sources, self.forward_rounds, self.kept)
+        return self._needed_after(sources, self.forward_rounds, self.kept_source)
 
     @cached_property
     def needed_after_backward_step(self) -> tuple[frozenset[int], ...]:
@@ -169,13 +187,18 @@ class Ring:
         return self._needed_after(sources, self.backward_kv_rounds, None)
 
     def _needed_after(
-        self, sources: Sequence[int | None], rounds: Sequence[Round], at_the_end: int | None
+        self, sources: Sequence[int | None], rounds: Sequence[Round], kept_source: int | None
     ) -> tuple[frozenset[int], ...]:
-        """Sources whose KV buffer must stay after each step, collected from the last step to the first.
+        """Return the sources whose KV buffer must stay after each step, collected from the last step to the first.
 
         The rank's own KV counts only while it is sent: kernel calls read it from the tensor itself, not from a buffer.
+
+        Args:
+            sources: the source that the rank works on, by step.
+            rounds: messages of the rank, by step.
+            kept_source: source whose KV stays after the last step; None for none.
         """
-        needed_later = set[int]() if at_the_end is None else {at_the_end}
+        needed_later = set[int]() if kept_source is None else {kept_source}
         needed = []
         for source, messages in zip(reversed(sources), reversed(rounds), strict=True):
             needed.append(frozenset(needed_later))
@@ -185,29 +208,30 @@ class Ring:
         return tuple(reversed(needed))
 
 
-class _Packed:
-    """Translation of a group's token ranges to places in a buffer that holds only some ``columns`` of the group.
+class _PackedKeys:
+    """Translates token ranges of a group into ranges of a buffer that holds only some keys of the group, in ``ranges``.
 
-    Columns (2, 5) and (8, 10) are packed as 0-2 and 3-4: the tokens (8, 9) are at (3, 4). Without columns the buffer
-    is the group's tensor itself, and ranges stay.
+    Ranges (2, 5) and (8, 10) are packed at (0, 3) and (3, 5), so tokens (8, 9) are at (3, 4). Without ranges the
+    buffer is the group's tensor itself, and ranges stay as they are.
     """
 
-    def __init__(self, columns: Sequence[tuple[int, int]]) -> None:
-        self._starts = [start for start, _ in columns] or [0]
-        sizes = (stop - start for start, stop in columns)
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._starts = [start for start, _ in ranges] or [0]
+        sizes = (stop - start for start, stop in ranges)
         packed_starts = accumulate(sizes, initial=0)  # and the end, which zip drops
         self._offsets = [packed - start for packed, start in zip(packed_starts, self._starts, strict=False)]
 
     def place(self, part: tuple[int, int]) -> slice:
+        """Return the slice of the buffer for a range inside one of them."""
         offset = self._offsets[bisect_right(self._starts, part[0]) - 1]
         return slice(part[0] + offset, part[1] + offset)
 
 
 def make_rings(tables: Sequence[RingTable], rank: int) -> tuple[Ring, ...]:
-    """Return the rings of a global ``rank``, one for each lane of its group.
+    """Make the rings of a global ``rank``, one for each lane of its group.
 
     Args:
-        tables: one for each lane of the placement.
+        tables: ring tables of all lanes of the placement.
     """
     schedule = tables[0].placement.schedule
     unit = schedule.ring_position(rank)
@@ -224,7 +248,7 @@ def make_rings(tables: Sequence[RingTable], rank: int) -> tuple[Ring, ...]:
 
 
 def _sub_rings(schedule: Schedule, members: tuple[int, ...], rank: int, lane: int) -> tuple[SubRing, ...]:
-    """The sub-ring tasks of ``rank`` in the lane with this number."""
+    """List the sub-ring tasks of ``rank`` in the lane with number ``lane``."""
     groups = [schedule.ring_groups[member] for member in members]
     first_q, last_q = next(group.head_range(rank) for group in groups if rank in group.ranks)
     first_kv, _ = schedule.kv_heads(first_q, last_q)
@@ -247,13 +271,13 @@ def _sub_rings(schedule: Schedule, members: tuple[int, ...], rank: int, lane: in
 
 
 def _uniform_segments(start: int, stop: int, per_kv: int) -> list[tuple[int, int]]:
-    """Split query heads into at most three segments, each with equally many queries on all of its KV heads.
+    """Split a range of query heads into at most three segments with equally many query heads on each KV head.
 
-    Kernels of grouped-query attention need that. With 4 queries a KV head, heads 2-10 become 2-3 (two on KV head 0),
-    4-7 (four on KV head 1) and 8-10 (three on KV head 2).
+    Kernels of grouped-query attention need that. With 4 query heads per KV head, heads 2-10 become 2-3 (two on KV head
+    0), 4-7 (four on KV head 1) and 8-10 (three on KV head 2).
     """
-    first_full = -(-start // per_kv) * per_kv  # begin of the first complete KV head
-    stop_full = stop // per_kv * per_kv  # end of the last one
+    first_full = -(-start // per_kv) * per_kv  # first query head of the first complete KV head
+    stop_full = stop // per_kv * per_kv  # query head after the last complete KV head
     if first_full >= stop_full:  # no complete KV head inside: one segment, or two around the border of two KV heads
         first_full = stop_full = first_full if start < first_full < stop else stop
     segments = ((start, first_full), (first_full, stop_full), (stop_full, stop))
@@ -261,7 +285,11 @@ def _uniform_segments(start: int, stop: int, per_kv: int) -> list[tuple[int, int
 
 
 def _claim(covered: list[tuple[int, int]], new: tuple[int, int]) -> bool:
-    """Add a range to sorted disjoint ranges, merged with those that it overlaps; return whether it overlaps none."""
+    """Add a range to sorted disjoint ranges; return True if it overlaps none of them.
+
+    Ranges that it overlaps are merged with it. Example: adding (3, 6) to (0, 4) and (8, 9) gives (0, 6) and (8, 9), and
+    returns False.
+    """
     low = bisect_left(covered, new)
     if low > 0 and covered[low - 1][1] > new[0]:
         low -= 1

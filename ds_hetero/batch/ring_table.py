@@ -1,167 +1,40 @@
-"""Which rectangles of the attention matrix a group has to compute, and which KV has to travel for them.
+"""Ring table of a lane: which KV every group works on, receives and sends in each ring step.
 
-A group holds intervals of positions (`ds_hetero.values.placement.Lane.intervals`); its queries and keys are numbered
-locally, in order of position. A document is an interval of positions whose tokens see each other; causality and a
-sliding window act inside it. Everything here is integer arithmetic, done once per batch layout:
+A `RingTable` is computed once per batch layout and kind of mask, in plain integers. It combines the blocks that two
+groups compute (`ds_hetero.batch.visible_blocks`) with the routes of KV between groups (`ds_hetero.batch.routes`).
 
-    Block      local query range x local key range, with the bounds of its band of visible pairs
-    RingTable  per ring step: whose keys a group works on, and what it receives and sends
-
-Positions are global, indices are local. Ranges are half open.
+Positions of tokens are global, indices are local. Ranges are half open.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple
 
 from ds_hetero.batch.routes import Round, Routes, Transfer
+from ds_hetero.batch.visible_blocks import Block, DocumentPiece, PiecesByDocument, blocks_of_pieces, pieces_by_document
 from ds_hetero.values.placement import Lane, Placement, Range, Rows
 
-
-class Block(NamedTuple):
-    """Local queries ``q`` see those local keys ``k`` whose index difference lies in ``[lo, hi]``.
-
-    ``lo`` and ``hi`` bound ``(key - k[0]) - (query - q[0])``; None where the bound cuts nothing off. Every query of
-    the block sees at least one of its keys, and every key is seen.
-    """
-
-    q: Range
-    k: Range
-    lo: int | None
-    hi: int | None
-
-
-class _Piece(NamedTuple):
-    start: int  # position
-    stop: int
-    local: int  # index of `start` in its group
-
-
-_Pieces = Mapping[int, Sequence[_Piece]]  # by number of the document, ascending; never an empty sequence
-
-
-def visible_blocks(
-    q_chunks: Sequence[Range], k_chunks: Sequence[Range], documents: Sequence[Range], causal: bool, window: int | None
-) -> tuple[Block, ...]:
-    """Blocks that cover each visible (query, key) pair of two groups exactly once.
-
-    Args:
-        q_chunks, k_chunks: position intervals of the two groups, ascending. Either the same, or disjoint.
-        documents: position intervals, ascending and disjoint.
-        causal: a query sees no later key.
-        window: with ``causal``, a query sees itself and the ``window - 1`` keys before it.
-    """
-    q_pieces = _by_document(q_chunks, documents)
-    k_pieces = q_pieces if list(q_chunks) == list(k_chunks) else _by_document(k_chunks, documents)
-    return _blocks(q_pieces, k_pieces, causal, window)
-
-
-def _blocks(q_pieces: _Pieces, k_pieces: _Pieces, causal: bool, window: int | None) -> tuple[Block, ...]:
-    if causal and window is None and q_pieces is k_pieces:
-        # Local order is the order of positions, so a group's own part of a document is one causal triangle.
-        ranges = [(pieces[0].local, _end(pieces)) for pieces in q_pieces.values()]
-        return tuple(Block(r, r, None, 0) for r in ranges)
-    visible: list[Block] = []
-    for document in sorted(q_pieces.keys() & k_pieces.keys()):
-        pairs = product(q_pieces[document], k_pieces[document])
-        visible += _merge([block for q, k in pairs if (block := _block(q, k, causal, window))])
-    return tuple(visible)
-
-
-def _by_document(chunks: Sequence[Range], documents: Sequence[Range]) -> dict[int, list[_Piece]]:
-    """The pieces of each document that lie in ``chunks``; neighbours in position and index are joined."""
-    pieces: dict[int, list[_Piece]] = {}
-    local = 0
-    for start, stop in chunks:
-        # The first document that may reach into the chunk begins at or before it; the last begins before its end.
-        first = max(bisect_right(documents, (start, math.inf)) - 1, 0)
-        shift = local - start
-        for number in range(first, bisect_left(documents, (stop, stop), first)):
-            begin, end = documents[number]
-            begin, end = (
-                begin if begin > start else start,
-                end if end < stop else stop,
-            )  # max and min take twice as long
-            if begin >= end:
-                continue
-            if number not in pieces:
-                pieces[number] = [_Piece(begin, end, begin + shift)]
-            elif pieces[number][-1].stop == begin:
-                pieces[number][-1] = pieces[number][-1]._replace(stop=end)
-            else:
-                pieces[number].append(_Piece(begin, end, begin + shift))
-        local += stop - start
-    return pieces
-
-
-def _end(pieces: Sequence[_Piece]) -> int:
-    return pieces[-1].local + pieces[-1].stop - pieces[-1].start
-
-
-def _block(q: _Piece, k: _Piece, causal: bool, window: int | None) -> Block | None:
-    """The visible part of one piece of queries against one piece of keys, trimmed to rows and columns in use.
-
-    Queries at positions [4, 8) see of keys at [2, 6), causal with a window of 3, the keys [2, 6); query 4 those from 2
-    to 4, query 7 key 5 alone. In differences of indices, key - 2 against query - 4: from 0 to 2.
-    """
-    q0, q1, k0, k1 = q.start, q.stop, k.start, k.stop  # positions, narrowed to what is in use
-    if causal:
-        # Queries before the first key see none; no query sees a key after the last one.
-        q0, k1 = max(q.start, k.start), min(k.stop, q.stop)
-        if window is not None:
-            # Queries too far behind the last key see none; nor is a key seen that is too far before the first query.
-            q1, k0 = min(q.stop, k.stop - 1 + window), max(k.start, q.start - window + 1)
-    if q0 >= q1 or k0 >= k1:
-        return None
-    # key <= query and key > query - window, with key and query counted from k0 and q0; None where all pairs hold it.
-    hi = q0 - k0 if causal and k1 - 1 > q0 else None
-    lo = q0 - k0 - window + 1 if window is not None and k0 < q1 - window else None
-    first_q, first_k = q.local + q0 - q.start, k.local + k0 - k.start  # local indices
-    return Block((first_q, first_q + q1 - q0), (first_k, first_k + k1 - k0), lo, hi)
-
-
-def _merge(blocks: list[Block]) -> list[Block]:
-    """Join full rectangles that share a side: fewer, larger kernel calls. ``blocks`` come row by row."""
-    return _join(_join(blocks, along="k"), along="q") if len(blocks) > 1 else blocks
-
-
-def _join(blocks: Iterable[Block], along: str) -> list[Block]:
-    out: list[Block] = []
-    for block in blocks:
-        for i, old in enumerate(out):
-            if old.lo is old.hi is block.lo is block.hi is None:
-                if along == "k" and old.q == block.q and old.k[1] == block.k[0]:
-                    out[i] = old._replace(k=(old.k[0], block.k[1]))
-                    break
-                if along == "q" and old.k == block.k and old.q[1] == block.q[0]:
-                    out[i] = old._replace(q=(old.q[0], block.q[1]))
-                    break
-        else:
-            out.append(block)
-    return out
+PiecesByPosition = Mapping[int, Sequence[DocumentPiece]]
+"""Pieces of one document by position; positions that hold no token of the document are not in the mapping."""
 
 
 @dataclass(frozen=True, eq=False)
 class RingTable:
-    """The work and the messages of every ring step, for one lane of a placement and one mask.
+    """Work and messages of every ring step, for one lane of a placement and one kind of mask.
 
-    Positions in the table count the lane's members; `ds_hetero.batch.routes` says which way KV travels round these.
-    In forward step t every position works on the KV of one source, its own first, and in backward step j on that of
-    forward step ``steps - 1 - j``, its own last, so that blocks walk back: the KV that came last in the forward is
-    still there, and dK/dV come home under the local block.
+    A position in this table is the number of a group among the lane's members; `ds_hetero.batch.routes` says which way
+    KV travels between them. In every forward step a position works on the KV of one source position, on its own first.
+    Backward step j works on the KV of forward step ``steps - 1 - j``, so on its own last: the KV that arrived last in
+    the forward is still in memory, and dK/dV travel home while the local block is computed.
 
-    Sender and receiver post a transfer in the same round. That costs nothing when all blocks are needed everywhere, and
-    keeps backends with stream-ordered point-to-point calls (NCCL) free of deadlock when they are not.
+    Sender and receiver post a transfer in the same round. That costs nothing if all blocks are needed everywhere; if
+    they are not, it keeps backends with stream-ordered point-to-point calls (NCCL) free of deadlocks.
 
-    A group asks for its own blocks and rounds only. What it has to know of the others, which of their keys travel and
-    to whom, takes time in proportion to the pieces into which the lane's documents are cut.
+    A group computes its own blocks and rounds only. But it must know which keys of all groups travel, and to whom; the
+    time for that is in proportion to the number of pieces into which the lane's documents are cut.
     """
 
     placement: Placement
@@ -174,50 +47,53 @@ class RingTable:
         """Members of the lane: K."""
         return len(self.lane.members)
 
-    def blocks(self, q: int, k: int) -> tuple[tuple[Rows, tuple[Block, ...]], ...]:
-        """Blocks of the queries at ring position ``q`` against the keys at ``k``, for each set of batch rows."""
+    def blocks_between(self, q_position: int, kv_position: int) -> tuple[tuple[Rows, tuple[Block, ...]], ...]:
+        """List the visible blocks of the queries at one ring position and the keys at another.
+
+        Batch rows with the same documents have the same blocks, so the list has one entry for each such set of rows.
+        """
         return tuple(
-            (rows, _blocks(pieces[q], pieces[k], self.causal, self.window))
+            (rows, blocks_of_pieces(pieces[q_position], pieces[kv_position], self.causal, self.window))
             for rows, pieces in zip(self.placement.rows, self._pieces, strict=True)
         )
 
-    def columns(self, source: int) -> tuple[Range, ...]:
-        """Local keys of ``source`` that travel because other groups need them: ascending ranges, with gaps."""
-        return self._columns[source]
+    def travelling_keys(self, source: int) -> tuple[Range, ...]:
+        """Return the local keys of ``source`` that travel because other groups need them, as ascending ranges."""
+        return self._travelling_keys[source]
 
     def reads(self, position: int, source: int) -> bool:
-        """Whether the group at ``position`` needs KV of the group at ``source``, another one."""
+        """Whether the group at ``position`` needs KV of another group, at ``source``."""
         return position in self._readers[source]
 
-    def num_columns(self, transfer: Transfer) -> int:
-        """Keys whose KV, or gradient, a transfer carries."""
+    def num_keys_of(self, transfer: Transfer) -> int:
+        """Count the keys whose KV, or gradient, a transfer carries."""
         if transfer.part is not None:
             return transfer.part.stop - transfer.part.start
         return self._widths[transfer.source]
 
     @cached_property
     def steps(self) -> int:
-        """Steps of the forward, and of the backward: members of the lane, or more where nodes differ."""
+        """Number of steps of the forward, and of the backward: as many as members, or more if nodes differ in size."""
         return self._routes.steps
 
     def forward_source(self, position: int, step: int) -> int | None:
-        """Ring position whose KV ``position`` works on in a forward step, its own first; None if on none."""
+        """Return the position whose KV ``position`` works on in a forward step, first its own; None in an idle step."""
         return self._routes.source_at(position, step)
 
-    def kept(self, position: int) -> int | None:
-        """The remote source whose KV ``position`` keeps for the backward."""
-        return self._routes.kept(position)
+    def kept_source(self, position: int) -> int | None:
+        """Return the source whose KV ``position`` keeps from the forward for the backward; None if it received none."""
+        return self._routes.kept_source(position)
 
     def forward_rounds(self, position: int) -> tuple[Round, ...]:
-        """KV that ``position`` receives and sends in every round of the forward."""
+        """Return the KV that ``position`` receives and sends in every round of the forward."""
         return self._routes.forward(position)
 
     def backward_kv_rounds(self, position: int) -> tuple[Round, ...]:
-        """KV that ``position`` receives and sends in every round of the backward."""
+        """Return the KV that ``position`` receives and sends in every round of the backward."""
         return self._routes.backward_kv(position)
 
     def backward_grad_rounds(self, position: int) -> tuple[Round, ...]:
-        """Gradients dK/dV that ``position`` receives and sends in every round of the backward."""
+        """Return the gradients dK/dV that ``position`` receives and sends in every round of the backward."""
         return self._routes.backward_grads(position)
 
     @cached_property
@@ -227,53 +103,75 @@ class RingTable:
 
     @cached_property
     def _widths(self) -> list[int]:
-        return [sum(stop - start for start, stop in columns) for columns in self._columns]
+        """Number of keys of each source that travel to other positions."""
+        return [sum(stop - start for start, stop in ranges) for ranges in self._travelling_keys]
 
     @cached_property
-    def _pieces(self) -> tuple[tuple[_Pieces, ...], ...]:
-        """Pieces of documents ``[set of rows][position]``."""
+    def _pieces(self) -> tuple[tuple[PiecesByDocument, ...], ...]:
+        """Pieces of documents, ``[set of batch rows][position]``."""
         pieces = []
         for rows in self.placement.rows:
-            pieces.append(tuple(_by_document(intervals, rows.documents) for intervals in self.lane.intervals))
+            pieces.append(tuple(pieces_by_document(intervals, rows.documents) for intervals in self.lane.intervals))
         return tuple(pieces)
 
-    @cached_property
+    @property
     def _readers(self) -> tuple[set[int], ...]:
-        return self._travels[0]
+        """For each source, the other positions whose queries need some of its keys."""
+        readers, _ = self._readers_and_travelling_keys
+        return readers
+
+    @property
+    def _travelling_keys(self) -> tuple[tuple[Range, ...], ...]:
+        """For each source, the local indices of its keys that travel to other positions, as ranges."""
+        _, key_ranges = self._readers_and_travelling_keys
+        return key_ranges
 
     @cached_property
-    def _columns(self) -> tuple[tuple[Range, ...], ...]:
-        return self._travels[1]
-
-    @cached_property
-    def _travels(self) -> tuple[tuple[set[int], ...], tuple[tuple[Range, ...], ...]]:
-        """Positions that need keys of a source, and the keys that travel, both by source."""
+    def _readers_and_travelling_keys(self) -> tuple[tuple[set[int], ...], tuple[tuple[Range, ...], ...]]:
+        """`_readers` and `_travelling_keys`, which are computed together."""
         readers: tuple[set[int], ...] = tuple(set() for _ in range(self.size))
-        columns: tuple[list[Range], ...] = tuple([] for _ in range(self.size))
+        key_ranges: tuple[list[Range], ...] = tuple([] for _ in range(self.size))
         for pieces in self._pieces:
-            for parts in _by_holder(pieces):
+            for parts in _shared_documents(pieces):
                 if self.window is None:
-                    self._add_prefixes(parts, readers, columns)
+                    self._add_prefixes(parts, readers, key_ranges)
                 else:
-                    self._add_windows(parts, readers, columns)
-        return readers, tuple(map(_joined, columns))
+                    self._add_windows(parts, readers, key_ranges)
+        return readers, tuple(map(_joined, key_ranges))
 
-    def _add_prefixes(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
-        """Add what travels of one document, held in ``parts``, of which a group sees all before its last token."""
-        # Keys that a position needs end where its last query does, or for all where the last of all does.
+    def _add_prefixes(
+        self, parts: PiecesByPosition, readers: Sequence[set[int]], key_ranges: Sequence[list[Range]]
+    ) -> None:
+        """Add readers and travelling keys of one document without a window.
+
+        A position needs all keys of the document up to its own last query; without causality, up to the document's end.
+        A key therefore travels if any other position's last query is behind it.
+
+        Args:
+            parts: pieces of the document by position.
+        """
+        # Position after the last key that a position needs.
         reach = {position: pieces[-1].stop for position, pieces in parts.items()}
         if not self.causal:
             reach = dict.fromkeys(parts, max(reach.values()))
+        # A source's keys travel up to the furthest reach of the other positions. That is the furthest reach of all
+        # positions, or, for the position that has it, the second furthest.
         furthest, second = sorted(reach, key=reach.__getitem__, reverse=True)[:2]
         for source, pieces in parts.items():
             first_key = pieces[0].start
-            if len(readers[source]) < self.size - 1:  # else all others read it already
+            if len(readers[source]) < self.size - 1:  # otherwise all positions read the source already
                 readers[source].update(reader for reader in parts if reach[reader] > first_key and reader != source)
-            furthest_other = second if source == furthest else furthest
-            columns[source].extend(_clipped(pieces, 0, reach[furthest_other]))
+            furthest_reader = second if source == furthest else furthest
+            key_ranges[source].extend(_clipped(pieces, 0, reach[furthest_reader]))
 
-    def _add_windows(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
-        """Add what travels of one document where a query sees the last ``window`` tokens only."""
+    def _add_windows(
+        self, parts: PiecesByPosition, readers: Sequence[set[int]], key_ranges: Sequence[list[Range]]
+    ) -> None:
+        """Add readers and travelling keys of one document in which a query sees the last ``window`` tokens only.
+
+        Args:
+            parts: pieces of the document by position.
+        """
         assert self.window is not None
         for reader, queries in parts.items():
             for source, keys in parts.items():
@@ -282,22 +180,22 @@ class RingTable:
                 visible: list[Range] = []
                 for query in queries:
                     visible.extend(_clipped(keys, query.start - self.window + 1, query.stop))
-                columns[source].extend(visible)
+                key_ranges[source].extend(visible)
                 if visible:
                     readers[source].add(reader)
 
 
-def _by_holder(pieces_by_position: Sequence[_Pieces]) -> Iterator[_Pieces]:
-    """The pieces of each document by position, of documents that several positions hold."""
-    holders: dict[int, dict[int, Sequence[_Piece]]] = defaultdict(dict)
+def _shared_documents(pieces_by_position: Sequence[PiecesByDocument]) -> Iterator[PiecesByPosition]:
+    """Yield the pieces by position of every document that several positions hold."""
+    pieces_of_document: dict[int, dict[int, Sequence[DocumentPiece]]] = defaultdict(dict)
     for position, by_document in enumerate(pieces_by_position):
         for document, pieces in by_document.items():
-            holders[document][position] = pieces
-    return (parts for parts in holders.values() if len(parts) > 1)
+            pieces_of_document[document][position] = pieces
+    return (parts for parts in pieces_of_document.values() if len(parts) > 1)
 
 
-def _clipped(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[Range]:
-    """Local ranges of the positions ``[first, last)`` in ``pieces``."""
+def _clipped(pieces: Sequence[DocumentPiece], first: int, last: int) -> Iterator[Range]:
+    """Yield the local ranges of those tokens of ``pieces`` that have positions in ``[first, last)``."""
     for start, stop, local in pieces:
         low, high = max(start, first), min(stop, last)
         if low < high:
@@ -305,7 +203,7 @@ def _clipped(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[Range]
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The union of ``ranges``, ascending; ranges that touch or overlap become one."""
+    """Return the union of ``ranges`` in ascending order; ranges that touch or overlap become one."""
     union: list[Range] = []
     for start, stop in sorted(ranges):
         if union and start <= union[-1][1]:

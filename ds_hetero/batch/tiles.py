@@ -1,12 +1,18 @@
-"""A band of a score matrix, cut into tiles that simple kernels can compute.
+"""Tiles of a band of the attention matrix, each of which a simple kernel can compute.
 
-torch's flash operator for CPU knows full rectangles and aligned causal squares. On the diagonal it computes whole
-512-wide key tiles, so that a causal square of 1,024 costs half as much again as it should. Here any band is cut into
-full rectangles, squares on its edges, and a few small masked rectangles. An edge is halved down to squares of `LEAF`;
-up to `CHUNK` the equal pieces of each size are one batched call, above it the pieces follow each other depth first,
-which keeps keys and gradients in cache.
+torch's flash operator for CPU computes full rectangles and aligned causal squares only. On the diagonal it computes
+whole 512-wide key tiles, so a causal square of 1,024 costs half as much again as it should. This module divides any
+band into full rectangles, squares on its edges, and a few small masked rectangles. Squares on an edge are halved down
+to `LEAF`. Up to `CHUNK` all equal pieces of one size are one batched call; above it the pieces follow each other depth
+first, which keeps keys and gradients in cache.
 
-Plain integers; nothing here imports torch.
+Example, a causal square of 256 queries and keys with leaves of 64:
+
+    one call    4 leaves on the diagonal, masked
+    one call    2 full squares of 64, at rows 64 and 192
+    one call    1 full square of 128, at row 128
+
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,103 +22,116 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-# Measured with 1, 2 and 8 heads of 64 at 372 to 4,096 tokens, one thread. Leaves of 128 lose 4 % at 1,024 tokens, and
-# leaves of 32 save nothing. Without chunks the overhead of calls eats the gain at 1 head, with chunks of 1,024 the
-# caches do at 8.
+# Measured with 1, 2 and 8 heads of 64 at 372 to 4,096 tokens, on one thread. Leaves of 128 are 4 % slower at 1,024
+# tokens, and leaves of 32 are no faster. Without chunks the overhead of calls cancels the gain at 1 head; with chunks
+# of 1,024 cache misses do at 8 heads.
 LEAF = 64
 CHUNK = 512
 
 
 class Band(NamedTuple):
-    """Query i of a block sees key j of it iff lo <= j - i <= hi; None is no bound.
+    """Mask of a block: query i sees key j if ``lo <= j - i <= hi``; None is no bound.
 
-    A causal square is ``Band(None, 0)``, with a sliding window of w keys ``Band(1 - w, 0)``, and ``Band(None, None)``
-    hides nothing.
+    ``Band(None, 0)`` is a causal square, ``Band(1 - w, 0)`` one with a sliding window of w keys, and
+    ``Band(None, None)`` masks nothing.
     """
 
     lo: int | None
     hi: int | None
 
     def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
-        """(lo, hi) with None replaced by, and everything clipped to, the outermost diagonals of the block."""
+        """Return ``(lo, hi)`` as numbers, clipped to the differences key - query that occur in the block.
+
+        These are 1 - num_queries to num_keys - 1, which also replace None.
+        """
         first, last = 1 - num_queries, num_keys - 1
-        return (first if self.lo is None else max(self.lo, first), last if self.hi is None else min(self.hi, last))
+        lo = first if self.lo is None else max(self.lo, first)
+        hi = last if self.hi is None else min(self.hi, last)
+        return lo, hi
 
     def window(self, num_queries: int, num_keys: int) -> tuple[int, int]:
-        """``window_size`` of flash-attention, (left, right), whose diagonal ends in the last query and the last key.
+        """Return the band as flash-attention's ``window_size``: (left, right), -1 for no bound.
 
-        With c = num_keys - num_queries, query i sees keys ``i + c - left`` to ``i + c + right``, and -1 is no bound.
-        Otherwise neither is negative, as the last query sees a key and some query sees the last key.
+        flash-attention aligns the diagonal with the last query and the last key: with c = num_keys - num_queries,
+        query i sees keys ``i + c - left`` to ``i + c + right``. Bounds are never negative, since the last query sees a
+        key and some query sees the last key.
         """
         lo, hi = self.bounds(num_queries, num_keys)
         corner = num_keys - num_queries
-        return (-1 if lo == 1 - num_queries else corner - lo, -1 if hi == num_keys - 1 else hi - corner)
+        left = -1 if lo == 1 - num_queries else corner - lo
+        right = -1 if hi == num_keys - 1 else hi - corner
+        return left, right
 
     def pairs(self, num_queries: int, num_keys: int) -> int:
-        """Pairs of query and key that see each other."""
+        """Count the pairs of query and key that see each other."""
 
-        def below(diagonal: int) -> int:  # pairs with j - i <= diagonal: a triangle, less what lies outside the block
-            keys_of_last = num_queries + diagonal  # that the last query would see in a block without end
+        def pairs_up_to(diagonal: int) -> int:
+            """Count the pairs with j - i <= ``diagonal``: a triangle, minus what lies outside the block."""
+            keys_of_last = num_queries + diagonal  # keys that the last query would see if there were infinitely many
             beyond_keys = _triangle(keys_of_last - num_keys) - _triangle(diagonal - num_keys)
             return _triangle(keys_of_last) - _triangle(diagonal) - beyond_keys
 
         lo, hi = self.bounds(num_queries, num_keys)
-        return below(hi) - below(lo - 1)
+        return pairs_up_to(hi) - pairs_up_to(lo - 1)
 
 
 def _triangle(side: int) -> int:
+    """Return 1 + 2 + ... + ``side``; 0 for sides below 1."""
     return side * (side + 1) // 2 if side > 0 else 0
 
 
 FULL = Band(None, None)
-CAUSAL = Band(None, 0)  # of a square: j <= i
-MIRRORED = Band(0, None)  # of a square: j >= i
+CAUSAL = Band(None, 0)  # lower triangle of a square: j <= i
+MIRRORED = Band(0, None)  # upper triangle of a square: j >= i
 
 
 class Tile(NamedTuple):
-    """``copies`` equal rectangles in a diagonal row.
+    """One rectangle, or several equal ones in a diagonal row (``copies``), which one batched call computes.
 
-    Copy c takes the queries from ``row + c * step`` and the keys from ``col + c * step``; ``band`` counts from there.
-    Every query of a tile sees a key of it, and no two copies share a query or a key.
+    Copy c begins at query ``row + c * step`` and key ``col + c * step``, from which ``band`` counts. Every query of a
+    tile sees one of its keys, and no two copies share a query or a key.
     """
 
-    row: int
-    col: int
-    rows: int
-    cols: int
+    row: int  # first query
+    col: int  # first key
+    rows: int  # number of queries
+    cols: int  # number of keys
     band: Band
-    first: bool  # no earlier tile holds any of these queries
+    first: bool  # whether no earlier tile has any of these queries
     copies: int = 1
-    step: int = 0
+    step: int = 0  # distance between two copies
 
 
 @lru_cache(maxsize=512)
 def decompose(
     num_queries: int, num_keys: int, band: Band, leaf: int = LEAF, chunk: int = CHUNK, side: int | None = None
 ) -> tuple[Tile, ...]:
-    """Tiles that cover exactly the visible pairs of a block, each once.
+    """Divide the visible pairs of a block into tiles, each pair in exactly one.
 
     Args:
-        num_queries: at least 1, each with a visible key.
-        num_keys: at least 1, each with a query that sees it.
-        leaf: the largest square on an edge that is computed whole.
-        chunk: the largest square on an edge whose pieces are batched.
-        side: the largest side of a full rectangle, if there shall be a limit.
+        num_queries: queries of the block, at least 1; each must see a key.
+        num_keys: keys of the block, at least 1; each must be seen.
+        leaf: side of the largest square on an edge that one masked call computes.
+        chunk: side of the largest square on an edge whose pieces are batched.
+        side: largest side of a full rectangle; None for no limit.
     """
     lo, hi = band.bounds(num_queries, num_keys)
     hides_right, hides_left = hi < num_keys - 1, lo > 1 - num_queries
     right = num_keys - hi if hides_right else 0  # queries [0, right) have the band's upper edge in the block
     left = -lo if hides_left else num_queries  # queries [left, num_queries) have its lower edge in the block
     tiles: list[Tile] = []
+    # Queries whose keys are bounded on the right only: a triangle, and the full rectangle left of it.
     if top := min(left, right):
         tiles += _staircase(0, hi, top, CAUSAL, True, leaf, chunk)
         tiles += _rectangle(0, 0, top, hi, False)
+    # Queries in the middle: bounded on neither side, or on both.
     if right < left:
         tiles += _rectangle(right, 0, left - right, num_keys, True)
     elif left < right and hi - lo < leaf:
         tiles += _narrow(left, left + lo, right - left, hi - lo, leaf)
     elif left < right:
         tiles += _wide(left, left + lo, right - left, hi - lo, leaf, chunk)
+    # Queries whose keys are bounded on the left only.
     if (bottom := max(left, right)) < num_queries:
         tiles += _staircase(bottom, bottom + lo, num_queries - bottom, MIRRORED, True, leaf, chunk)
         tiles += _rectangle(bottom, num_queries + lo, num_queries - bottom, num_keys - num_queries - lo, False)
@@ -122,7 +141,7 @@ def decompose(
 
 
 def _cut(tile: Tile, side: int) -> Iterator[Tile]:
-    """A single full rectangle in pieces of at most ``side`` x ``side``; others as they are."""
+    """Divide a single full rectangle into pieces of at most ``side`` x ``side``; other tiles stay as they are."""
     if tile.copies > 1 or tile.band != FULL or max(tile.rows, tile.cols) <= side:
         yield tile
         return
@@ -133,19 +152,23 @@ def _cut(tile: Tile, side: int) -> Iterator[Tile]:
 
 
 def _rectangle(row: int, col: int, rows: int, cols: int, first: bool) -> Iterator[Tile]:
+    """Yield a full rectangle, unless it is empty."""
     if rows and cols:
         yield Tile(row, col, rows, cols, FULL, first)
 
 
 def _narrow(row: int, col: int, rows: int, width: int, leaf: int) -> Iterator[Tile]:
-    """Rows that see ``width + 1`` keys each, too few for rectangles: masked strips."""
+    """Divide rows that see ``width + 1`` keys each, too few for rectangles, into masked strips."""
     for done in range(0, rows, leaf):
         height = min(leaf, rows - done)
         yield Tile(row + done, col + done, height, height + width, Band(0, width), True)
 
 
 def _wide(row: int, col: int, rows: int, width: int, leaf: int, chunk: int) -> Iterator[Tile]:
-    """Rows that see ``width + 1`` keys each: strips of lower edge, rectangle, upper edge."""
+    """Divide a band whose rows see ``width + 1`` keys each into strips of rows.
+
+    A strip consists of the triangle at its first keys, a full rectangle, and the triangle at its last keys.
+    """
     strip = min(width, chunk)
     for done in range(0, rows, strip):
         height = min(strip, rows - done)
@@ -156,10 +179,10 @@ def _wide(row: int, col: int, rows: int, width: int, leaf: int, chunk: int) -> I
 
 
 def _staircase(row: int, col: int, side: int, edge: Band, first: bool, leaf: int, chunk: int) -> Iterator[Tile]:
-    """The triangle that ``edge`` leaves of a square of ``side``; leaves come before what is merged into them.
+    """Divide the triangle that ``edge`` (`CAUSAL` or `MIRRORED`) leaves of a square.
 
-    A causal square becomes a square of ``half``, the square of the rest behind it on the diagonal, both cut further,
-    and below the first one a full rectangle.
+    A causal square becomes two smaller squares on the diagonal, which are divided further, and the full rectangle below
+    the first and left of the second. Leaves come before the rectangles whose results are merged into theirs.
     """
     if side <= chunk:
         yield from _levels(row, col, side, edge, first, leaf)
@@ -176,10 +199,11 @@ def _staircase(row: int, col: int, side: int, edge: Band, first: bool, leaf: int
 
 
 def _levels(row: int, col: int, side: int, edge: Band, first: bool, leaf: int) -> Iterator[Tile]:
-    """The triangle in one call per size: leaves, then rectangles of 1, 2, 4 ... leaves, each with a shorter last one.
+    """Divide the triangle of a square into one batched call per size: leaves, then full squares of 1, 2, 4 ... leaves.
 
-    A causal square of 4 leaves: 4 leaves on the diagonal; 2 rectangles of one leaf, at rows 1 and 3; one of 2 x 2
-    leaves, at row 2. Every 2 x ``size`` rows of the diagonal have one rectangle of ``size``.
+    A causal square of 4 leaves has 4 leaves on the diagonal, 2 full squares of one leaf at rows 1 and 3, and one of 2 x
+    2 leaves at row 2: every 2 x ``size`` rows of the diagonal have one square of ``size``. A remainder that is shorter
+    than its size becomes a tile of its own.
     """
     count, rest = divmod(side, leaf)
     if count:
@@ -194,8 +218,8 @@ def _levels(row: int, col: int, side: int, edge: Band, first: bool, leaf: int) -
             if not copies or shorter <= 0:
                 continue
             top, left = row + done, col + done
-            if edge == CAUSAL:
+            if edge == CAUSAL:  # the full square is below the diagonal; ``shorter`` limits its rows
                 yield Tile(top + size, left, shorter, size, FULL, False, copies, 2 * size)
-            else:
+            else:  # right of the diagonal; ``shorter`` limits its columns
                 yield Tile(top, left + size, size, shorter, FULL, False, copies, 2 * size)
         size *= 2

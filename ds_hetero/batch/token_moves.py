@@ -1,4 +1,4 @@
-"""Tokens that ranks exchange before and after attention, if a rank attends to other tokens than it holds elsewhere."""
+"""Numbers of tokens that ranks exchange before and after attention, if some tokens have another rank in attention."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from ds_hetero.values.placement import Placement
 class MoveTable:
     """Numbers of tokens that one rank sends and receives before attention; after attention they go back.
 
-    It sends the last of its tokens, and appends the received ones to those that it keeps.
+    The rank sends the last of its tokens, and appends the received ones to those that it keeps.
     """
 
-    gives: tuple[int, ...]  # sent to each rank of the replica
-    takes: tuple[int, ...]  # received from each rank of the replica
+    sent: tuple[int, ...]  # tokens sent to each rank of the replica
+    received: tuple[int, ...]  # tokens received from each rank of the replica
 
     def sizes(self, unit: int, *, back: bool = False) -> tuple[list[int], list[int]]:
-        """Return the elements that this rank sends to, and receives from, each rank; ``unit`` elements a token.
+        """Return the elements that this rank sends to, and receives from, each rank.
 
         Args:
-            back: for the way back, after attention.
+            unit: elements of one token.
+            back: the way back, after attention, on which sent and received tokens swap.
         """
-        sent = [tokens * unit for tokens in self.gives]
-        received = [tokens * unit for tokens in self.takes]
+        sent = [tokens * unit for tokens in self.sent]
+        received = [tokens * unit for tokens in self.received]
         return (received, sent) if back else (sent, received)
 
 
 def move_table(placement: Placement, rank: int) -> MoveTable:
-    """Return the moves of a placement in which ``rank`` takes part."""
-    gives = dict.fromkeys(placement.schedule.ranks, 0)
-    takes = dict.fromkeys(placement.schedule.ranks, 0)
+    """Count the tokens that ``rank`` sends and receives in the moves of a placement."""
+    sent = dict.fromkeys(placement.schedule.ranks, 0)
+    received = dict.fromkeys(placement.schedule.ranks, 0)
     for move in placement.moves:
-        if move.holds == rank:
-            gives[move.attends] += move.tokens
-        if move.attends == rank:
-            takes[move.holds] += move.tokens
-    return MoveTable(tuple(gives.values()), tuple(takes.values()))
+        if move.holder == rank:
+            sent[move.attention_rank] += move.tokens
+        if move.attention_rank == rank:
+            received[move.holder] += move.tokens
+    return MoveTable(tuple(sent.values()), tuple(received.values()))

@@ -1,4 +1,4 @@
-"""The commands by name. A command's module is imported when it is run, not when all are listed."""
+"""The command group ``ds-hetero``: lists the commands by name, and imports only the module of the command that runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import click
 
 from ds_hetero import __version__
 from ds_hetero.common.spelling import nearest
+from ds_hetero.common.terminal import coloured, fitted_text, terminal_width
 from ds_hetero.errors import HeteroError
 
-_ROOMS = {
+_COMMANDS_BY_FOLDER = {
     "planning": {
-        "plan": "Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why.",
+        "plan": "Search the best job for GPUs, a model and a length, and say why.",
         "fit": "Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, "
         "1 if not.",
         "replicas": "Schedules and micro-batches for replicas that differ, so that all finish together.",
@@ -45,34 +46,41 @@ _ROOMS = {
         "doctor": "Say what is installed, which kernels work on this machine's devices, and what a section comes to.",
     },
 }
-COMMANDS = {name: text for commands in _ROOMS.values() for name, text in commands.items()}
-"""Every command, in the order in which a new user meets them; each is in the module of its name in its room."""
+COMMANDS = {name: text for commands in _COMMANDS_BY_FOLDER.values() for name, text in commands.items()}
+"""Help texts of all commands, in the order of the help page. ``launch-files`` is in ``showing/launch_files.py``."""
 
-_ENDLESS = re.compile(r"(\S{60})\S{60,}")
+_ERROR = "Error: "  # click prints it in front of the message of a `click.UsageError`
+_LONG_WORD = re.compile(r"(\S{60})\S{60,}")  # at least 120 characters; the group is the part that messages quote
 
 
 class _Commands(click.Group):
+    """Group of all commands, which imports the module of a command when it runs: the imports take long."""
+
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Read options before the command's name."""
-        with _shortening():
+        """Read the options before the command's name."""
+        with _fitted_usage_errors():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Read the command's options and run it."""
-        with _shortening():
+        with _fitted_usage_errors():
             return super().invoke(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or say which one was probably meant."""
-        close = None if args[0] in COMMANDS else nearest(args[0], COMMANDS)
-        if close is not None:
-            ctx.fail(f"there is no command {args[0]!r}; did you mean {close!r}?")
+        """Return the command that the first argument names, see `click.Group.resolve_command`.
+
+        Raises:
+            click.UsageError: there is no such command; the message suggests the most similar name.
+        """
+        similar_name = None if args[0] in COMMANDS else nearest(args[0], COMMANDS)
+        if similar_name is not None:
+            ctx.fail(f"there is no command {args[0]!r}; did you mean {similar_name!r}?")
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names."""
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -84,25 +92,27 @@ class _Commands(click.Group):
             )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command; None where there is none of the name."""
+        """Import the command of this name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        room = next(room for room, commands in _ROOMS.items() if cmd_name in commands)
+        folder = next(folder for folder, commands in _COMMANDS_BY_FOLDER.items() if cmd_name in commands)
         module = cmd_name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"ds_hetero.cli.{room}.{module}"), module)
+        command: click.Command = getattr(import_module(f"ds_hetero.cli.{folder}.{module}"), module)
         return command
 
 
 @contextlib.contextmanager
-def _shortening() -> Iterator[None]:
-    """Let messages quote the beginning of words without end."""
+def _fitted_usage_errors() -> Iterator[None]:
+    """Wrap messages of `click.UsageError` to the terminal; words of 120 and more characters end after 60 in "..."."""
     try:
         yield
     except click.UsageError as error:
         message = error.format_message()
-        if not _ENDLESS.search(message):
+        shortened = _LONG_WORD.sub(r"\1...", message)
+        fitted = fitted_text(f"{_ERROR}{shortened}", terminal_width(sys.stderr)).removeprefix(_ERROR)
+        if fitted == message:
             raise
-        raise click.UsageError(_ENDLESS.sub(r"\1...", message), error.ctx) from None
+        raise click.UsageError(fitted, error.ctx) from None
 
 
 @click.command(cls=_Commands, context_settings={"show_default": True, "max_content_width": 120})
@@ -112,13 +122,19 @@ def app() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code; ``arguments`` are without the program's name."""
+    """Run the command line and return the exit code.
+
+    Args:
+        arguments: arguments without the program's name; None: those of this process.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments and arguments[0].startswith("--local_rank"):  # DeepSpeed's launcher tells everybody
+    if arguments and arguments[0].startswith("--local_rank"):  # DeepSpeed's launcher gives it to every process
         del arguments[0]
     try:
         app(args=arguments, prog_name="ds-hetero")
     except HeteroError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        name = type(error).__name__
+        message = fitted_text(f"{name}: {error}", terminal_width(sys.stderr))
+        print(coloured(name, "bad", sys.stderr) + message.removeprefix(name), file=sys.stderr)
         return 2
     return 0

@@ -1,4 +1,7 @@
-"""Options that several commands share, and their types. Options of cluster, model and training are in `scenario`."""
+"""Options that several commands share, with their types and readers.
+
+The options on cluster, model and training are in `ds_hetero.cli.scenario`.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ FILE = click.Path(path_type=Path)
 
 
 class _Tokens(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click, and not in 8.1
-    """A number of tokens: ``131072``, ``128K`` or ``1M``."""
+    """Type of an option with a number of tokens: ``131072``, or ``128K`` for 128 x 1024, or ``1M`` for 1024K."""
 
     name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read the number."""
+        """Return the number of tokens; end with a usage error if ``value`` is not one."""
         digits, unit = (value[:-1], value[-1].upper()) if str(value)[-1:].upper() in ("K", "M") else (value, "")
         try:
             return int(digits) * {"": 1, "K": 1024, "M": 1024**2}[unit]
@@ -35,12 +38,12 @@ class _Tokens(click.ParamType):  # type: ignore[type-arg]  # generic in new rele
 
 
 class _Amount(click.ParamType):  # type: ignore[type-arg]
-    """Tokens of a whole training: ``300M`` is 300 x 10^6, ``1B`` 10^9."""
+    """Type of an option with the tokens of a whole training: ``300M`` is 300 x 10^6, ``1B`` is 10^9."""
 
     name = "amount"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Read the number."""
+        """Return the number of tokens; end with a usage error if ``value`` is not between 1 and 10^18."""
         text = str(value).upper()
         unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1.0)
         try:
@@ -71,8 +74,12 @@ SEED = click.option("--seed", type=int, default=0, help="Of the batches that are
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 
 
-def same_line(command: click.Command) -> str:
-    """Return the line of another command with the options of this one that it also takes."""
+def command_line_of(command: click.Command) -> str:
+    """Return the command line of another command, with those options of the running command that both take.
+
+    After ``ds-hetero plan --gpus 5090 --layout zigzag``, the line of ``fit`` is ``ds-hetero fit --gpus 5090``: ``fit``
+    does not take ``--layout``. Options that were left out stay left out.
+    """
     context = click.get_current_context()
     accepted = {parameter.name for parameter in command.params}
     words = ["ds-hetero", str(command.name)]
@@ -99,11 +106,15 @@ def batch_of_pipelines(parallel: str, global_batch: int | None) -> int | None:
     return global_batch if parallel == "full" else None
 
 
-MAX_DOCUMENTS = 100_000  # of a lengths file; chosen, never measured
+MAX_DOCUMENTS = 100_000  # documents in a lengths file; chosen, never measured
 
 
 def read_lengths(path: str) -> list[int]:
-    """Read document lengths: a JSON list of tokens, or an object with the list as ``lengths``. Raises `PlanError`."""
+    """Return the document lengths in a file: a JSON list of tokens, or an object with the list as ``lengths``.
+
+    Raises:
+        PlanError: the file cannot be read, or has no such list.
+    """
     data = read_file(path, "lengths", PlanError)
     if isinstance(data, Mapping):
         data = data.get("lengths")
@@ -118,21 +129,25 @@ def read_lengths(path: str) -> list[int]:
 
 
 def read_distribution(source: str) -> LengthDistribution:
-    """Return a published distribution by name, or that of a lengths file. Raises `PlanError`: it is neither."""
+    """Return the distribution of document lengths with this name, or that of the lengths in a file.
+
+    Raises:
+        PlanError: ``source`` is neither, or the file cannot be read.
+    """
     from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS, LengthDistribution
 
     if source in DISTRIBUTIONS and not is_file(source):
         return DISTRIBUTIONS[source]
     if not (is_file(source) or is_pipe(source)):
-        close = nearest(source, DISTRIBUTIONS)
+        similar_name = nearest(source, DISTRIBUTIONS)
         raise PlanError(
             f"{shortened(source)} is neither a file of lengths nor a distribution"
-            f"{f'; did you mean {close!r}?' if close else '.'} Distributions: {', '.join(DISTRIBUTIONS)}."
+            f"{f'; did you mean {similar_name!r}?' if similar_name else '.'} Distributions: {', '.join(DISTRIBUTIONS)}."
         )
     return LengthDistribution.of_lengths(source, read_lengths(source))
 
 
 def draw_batches(distribution: LengthDistribution, tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Draw rows of ``tokens`` tokens; the same arguments give the same rows."""
+    """Return ``count`` rows of ``tokens`` tokens, each a list of document lengths; equal arguments give equal rows."""
     generator = random.Random(seed)
     return [distribution.batch(tokens, generator) for _ in range(count)]

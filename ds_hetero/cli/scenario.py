@@ -1,4 +1,7 @@
-"""Inputs of most commands: the scenario, which is cluster, model, workload and cost model; and plan files."""
+"""Read the input of most commands from options and files: a scenario, a schedule, or a plan.
+
+A scenario is a cluster, a model, a workload and a cost model.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from ds_hetero.cluster.prices import read_prices, with_prices
 from ds_hetero.cluster.remarks import device_remarks
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict, is_file, is_pipe, read_file, shortened
+from ds_hetero.common.terminal import fitted_text, terminal_width
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
@@ -72,6 +76,9 @@ _MEMORY = (
         default=True,
         help="Activation checkpointing of every layer.",
     ),
+    click.option(
+        "--keep-attention", is_flag=True, help="Recomputation takes attention from the forward: more memory, less time."
+    ),
     click.option("--tiled-mlp/--whole-mlp", default=False, help="Compute MLPs in tiles of tokens."),
     click.option("--offload-activations", is_flag=True, help="Checkpoints in the host's memory."),
     click.option("--offload-optimizer", is_flag=True, help="Optimizer state in the host's memory."),
@@ -106,33 +113,39 @@ _COST_MODEL = click.option(
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario(PlanScenario):
-    """Training of a model on clusters, from the options of a command: one cluster, or one per replica."""
+    """Training of a model, as the options of a command describe it, on one cluster, or on one cluster per replica."""
+
+    assumed_machines: tuple[str, ...] = ()  # what was assumed about the machines of --gpus, in a few words each
 
     @property
     def cluster(self) -> Cluster:
-        """The only cluster."""
+        """The cluster of a scenario that has only one."""
         (cluster,) = self.clusters
         return cluster
 
     @property
     def cost(self) -> CostModel:
-        """Cost model of one replica. Raises `PlanError`: more ranks than tokens, or an unknown cost model."""
+        """Cost model of the only cluster. Raises `PlanError`: more ranks than tokens, or an unknown cost model."""
         check_workload(self.cluster, self.workload)
         return make_cost_model(self.cost_model, self.cluster, self.model, self.workload)
 
     @property
     def cost_of_documents(self) -> CalibratedCostModel:
-        """Cost model for placing documents. Raises `PlanError`: it is not the calibrated one; or see `cost`."""
+        """Cost model for placing documents. Raises `PlanError`: as `cost`, or --cost-model is not calibrated."""
         cost = self.cost
         if not isinstance(cost, CalibratedCostModel):
             raise PlanError(
-                f"documents are placed under the calibrated cost model, not the {cost.name} one. "
+                f"documents can only be placed under the calibrated cost model, but --cost-model is {cost.name}. "
                 "Leave --cost-model out."
             )
         return cost
 
     def stage_costs(self, cluster: Cluster | None = None) -> StageCosts:
-        """Return the cost model of pipelines, on this or another cluster. Raises `PlanError`: it is unknown."""
+        """Return the cost model of pipelines on a cluster; None: on the only cluster of this scenario.
+
+        Raises:
+            PlanError: the cost model is unknown, or does not cover the model or the workload.
+        """
         from ds_hetero.cost.stages.hexiscale import make_stage_costs
         from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 
@@ -144,7 +157,7 @@ class Scenario(PlanScenario):
         return replace(self, workload=replace(self.workload, **changes))
 
 
-_OF_CLUSTERS = ("cluster", "gpus", "network", "nics", "host_memory", "price", "save_cluster")
+_CLUSTER_PARAMETERS = ("cluster", "gpus", "network", "nics", "host_memory", "price", "save_cluster")
 
 
 def scenario_options(
@@ -186,25 +199,29 @@ def scenario_options(
 
 
 def _take_scenario(arguments: JsonDict) -> Scenario:
-    """Make the scenario from its options, and remove these from ``arguments``."""
+    """Return the scenario that arguments of a command describe, and remove these from ``arguments``."""
 
-    def taken(*names: str) -> JsonDict:
+    def pop_all(*names: str) -> JsonDict:
+        """Remove the arguments of these names that the command has, and return them."""
         return {name: arguments.pop(name) for name in names if name in arguments}
 
     attention = arguments.pop("attention", None)
-    trained = _trained(**taken("train", "optimizer", "gradient_dtype"))
+    training_fields = _training_fields(**pop_all("train", "optimizer", "gradient_dtype"))
     if arguments.get("selective_checkpointing"):
         arguments["activation_checkpointing"] = False
+    clusters, assumed_machines = _read_clusters(**pop_all(*_CLUSTER_PARAMETERS))
+    workload_fields = pop_all(*(field.name for field in fields(Workload)))
     return Scenario(
-        clusters=tuple(with_kernel(cluster, attention) for cluster in _read_clusters(**taken(*_OF_CLUSTERS))),
-        workload=Workload(**taken(*(field.name for field in fields(Workload))), **trained),
+        clusters=tuple(with_kernel(cluster, attention) for cluster in clusters),
+        workload=Workload(**workload_fields, **training_fields),
         model=load_model(arguments.pop("model")),
         cost_model=arguments.pop("cost_model", "calibrated"),
+        assumed_machines=assumed_machines,
     )
 
 
-def _trained(train: str = "full", optimizer: str = "adamw", gradient_dtype: str = "bf16") -> JsonDict:
-    """Return the fields of a workload on trained weights, and on the bytes of their gradients and optimizer state."""
+def _training_fields(train: str = "full", optimizer: str = "adamw", gradient_dtype: str = "bf16") -> JsonDict:
+    """Return the fields of `Workload` on trained weights and on bytes of optimizer state and gradients per weight."""
     training = read_training(train)
     return {
         "adapter_rank": training.adapter_rank,
@@ -222,8 +239,10 @@ def _read_clusters(
     host_memory: float | None = None,
     price: str | None = None,
     save_cluster: Path | None = None,
-) -> tuple[Cluster, ...]:
-    """Load the clusters that the options name; print remarks on choices and on unsupported devices to stderr.
+) -> tuple[tuple[Cluster, ...], tuple[str, ...]]:
+    """Load the clusters that the options name; return them, and sentences on what was assumed about machines.
+
+    Remarks on default values and unsupported devices go to stderr.
 
     Raises:
         ClusterError: a cluster cannot be read.
@@ -233,7 +252,9 @@ def _read_clusters(
         raise click.UsageError("give either --cluster or --gpus.")
     if gpus is None:
         if (network, nics, save_cluster) != (None, None, None):
-            raise click.UsageError("--network, --nics and --save-cluster belong to --gpus.")
+            raise click.UsageError(
+                "--network, --nics and --save-cluster belong to --gpus. Leave them out with --cluster, or give --gpus."
+            )
         names = (cluster,) if isinstance(cluster, str) else cluster or ()
         clusters = list(map(load_cluster, names))
         _print_notes(device_remarks(list(chain.from_iterable(loaded.devices for loaded in clusters))))
@@ -241,7 +262,7 @@ def _read_clusters(
             clusters = [with_host_memory(loaded, host_memory) for loaded in clusters]
         if price is not None:
             clusters = [with_prices(loaded, read_prices(price, loaded)) for loaded in clusters]
-        return tuple(clusters)
+        return tuple(clusters), ()
     notation = read_notation(gpus, network, nics)
     # Options also go into the content, which --save-cluster writes.
     if host_memory is not None:
@@ -258,22 +279,25 @@ def _read_clusters(
         check_cluster_file("--save-cluster", save_cluster)
         check_out(save_cluster, "--save-cluster")
         write_cluster(notation.content, save_cluster)
-    _print_notes((*notation.remarks, *device_remarks(loaded.devices)))
-    return (loaded,)
+    _print_notes((*notation.remarks, *notation.assumed, *device_remarks(loaded.devices)))
+    return (loaded,), notation.assumed
 
 
 def _print_notes(remarks: Sequence[str]) -> None:
+    """Print each remark to stderr, as ``note: ...`` on a line."""
     for remark in remarks:
-        print(f"note: {remark}.", file=sys.stderr)
+        print(fitted_text(f"note: {remark}.", terminal_width(sys.stderr)), file=sys.stderr)
 
 
 def read_schedule(source: str, cost: CostModel) -> Schedule:
-    """Read a schedule from a file or from the output of ``ds-hetero plan --json``, or make that of a strategy.
+    """Read a schedule from a file, or make the schedule of a strategy.
 
-    A file comes before a strategy of the same name.
+    Args:
+        source: schedule file, file with the output of ``ds-hetero plan --json``, or name of a strategy. If a file and a
+            strategy have the same name, the file is read.
 
     Raises:
-        ScheduleError: the file does not exist, is not JSON, has another content than a schedule, or several replicas.
+        ScheduleError: ``source`` is neither, or the file does not have one schedule.
         PlanError: the strategy has no schedule for this cluster.
     """
     if not is_file(source) and source in STRATEGIES:
@@ -296,13 +320,17 @@ def read_schedule(source: str, cost: CostModel) -> Schedule:
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Read a plan file, or the output of ``ds-hetero plan --json``. Raises `PlanError` or `ScheduleError`."""
+    """Read a plan file, or a file with the output of ``ds-hetero plan --json``.
+
+    Raises:
+        PlanError, ScheduleError: the file cannot be read, or has no plan.
+    """
     data = read_file(path, "plan", PlanError)
     return read_plan(data["plan"] if isinstance(data, dict) and "plan" in data else data)
 
 
-def judge_plan_file(scenario: Scenario, path: Path) -> tuple[Plan, StageCosts, Finished]:
-    """Read a plan of pipelines and predict it, with the plan's setting of recomputation.
+def predict_plan_file(scenario: Scenario, path: Path) -> tuple[Plan, StageCosts, Finished]:
+    """Read a plan of pipelines and predict its step, with or without recomputation, as the plan says.
 
     Raises:
         PlanError, ScheduleError: the file cannot be read, or its plan is not one for this scenario.

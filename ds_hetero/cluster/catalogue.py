@@ -1,4 +1,4 @@
-"""Catalogue of devices: the datasheet of each, its achieved shares of the peaks, and its link, in SI base units."""
+"""Catalogue of devices: peak rates of the datasheet, shares of the peaks that kernels reach, and the link; SI units."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ds_hetero.cluster.step_errors import MEASURED_ERROR, step_error
 from ds_hetero.cluster.topology import Cluster, DeviceSpec
 from ds_hetero.common.units import GB, GIB, TERA
 
-THROUGH_HOST = 0.5
-"""Share of PCIe's rate, one way with both in use, that cards without peer-to-peer get through the host's memory.
+THROUGH_HOST_SHARE = 0.5
+"""Share of PCIe's rate in one direction, with both in use, that cards without peer-to-peer reach through the host.
 
-Source: 15 GB/s each way on PCIe 4 x16 with peer-to-peer off (p2pBandwidthLatencyTest, NVIDIA/nccl issue 814).
-A collective reaches `NOMINAL_SHARE` of that copy's rate: ten steps of two RTX 3090 are then off by 17 % in the median,
-without it by 21 % (`benchmarks.real_cards`); those of RTX 4090 do not depend on it.
+Source: 15 GB/s each way on PCIe 4 x16 with peer-to-peer off (p2pBandwidthLatencyTest, NVIDIA/nccl issue 814). A
+collective reaches `LINK_EFFICIENCY` of this rate: with this factor the predictions of ten steps of two RTX 3090 are off
+by 17 % in the median, without it by 21 % (`benchmarks.real_cards`); steps of RTX 4090 do not depend on it.
 """
 
 _GEFORCE = re.compile(r"RTX-[2-5]0[5-9]0")
@@ -24,21 +24,21 @@ _GEFORCE = re.compile(r"RTX-[2-5]0[5-9]0")
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """A device with its link, its connector and its attention kernels."""
+    """Catalogue entry of a device: its numbers, its link, its connector and its attention kernels."""
 
-    device: DeviceSpec  # its numbers
-    link_name: str  # what joins such devices inside a node
-    link_bytes_per_s: float  # of that link, one pair, one direction
+    device: DeviceSpec
+    link_name: str  # name of the link between such devices inside a node
+    link_bytes_per_s: float  # rate of this link for one pair in one direction
     pcie_generation: int  # of the card's connector; a slot may be older
     pcie_lanes: int  # of the card's connector; a slot may be narrower
     platform: str  # PyTorch's name for such devices: ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``
-    ranks: int  # devices that PyTorch sees of one card; ``device`` is one of them
+    ranks: int  # number of devices that PyTorch sees on one card; ``device`` is one of them
     peer_to_peer: bool  # whether the driver lets such cards write into each other's memory; False for GeForce
-    attention: Rates  # rates of the kernels that run on it; an installation chooses the first one
-    bf16_flops_per_s: float | None  # peak in fp32, in which a device without bf16 computes it; None for the others
+    attention: Rates  # rates of the attention kernels that run on it; an installation chooses the first one
+    bf16_flops_per_s: float | None  # fp32 peak of a device without bf16, which computes bf16 in fp32; else None
 
 
-NOMINAL_SHARE = 0.8
+LINK_EFFICIENCY = 0.8
 """Share of a link's printed rate that collectives reach.
 
 Sources: 0.78 of NVLink 3 by all-reduces of 8 A100, 0.88 of NVLink 4 by copies of an H200, 0.70 to 0.74 of an MI300X
@@ -46,14 +46,16 @@ Sources: 0.78 of NVLink 3 by all-reduces of 8 A100, 0.88 of NVLink 4 by copies o
 """
 
 FRAGMENTATION = 0.06
-"""Memory that the allocator wastes, as a share of the tensors' bytes, from reserved bytes that fsdp_qlora and Qwen
-print."""
+"""Memory that the allocator wastes, as a share of the tensors' bytes.
+
+Source: the reserved bytes that fsdp_qlora and Qwen print.
+"""
 
 
 def usual_reserve(memory_bytes: int) -> int:
-    """Return the bytes unusable for tensors: 1.5 GiB for the driver's context and NCCL, an eighth of small devices.
+    """Return the bytes that tensors cannot use: 1.5 GiB for the driver's context and NCCL, at most 1/8 of the memory.
 
-    Both are chosen, never measured.
+    Both numbers are chosen, never measured.
     """
     return min(int(1.5 * GIB), memory_bytes // 8)
 
@@ -64,7 +66,7 @@ def pcie_bytes_per_s(generation: int, lanes: int) -> float:
 
 
 def _entry(row: CardRow) -> CatalogueEntry:
-    """The entry of a datasheet row, with the rates of the kernel that an installation would choose."""
+    """Return the entry of a datasheet row; the device has the rates of the kernel that an installation chooses."""
     rates = row.kind.attention
     device = _device(row)
     if rates:
@@ -73,7 +75,7 @@ def _entry(row: CardRow) -> CatalogueEntry:
     link_name, link_bytes_per_s = row.link, row.link_gb_per_s * GB
     peer_to_peer = not _GEFORCE.match(row.name)
     if not peer_to_peer:
-        link_name, link_bytes_per_s = f"{row.link} through the host", link_bytes_per_s * THROUGH_HOST
+        link_name, link_bytes_per_s = f"{row.link} through the host", link_bytes_per_s * THROUGH_HOST_SHARE
     pcie_generation, pcie_lanes = row.pcie
     return CatalogueEntry(
         device=device,
@@ -90,7 +92,7 @@ def _entry(row: CardRow) -> CatalogueEntry:
 
 
 def _device(row: CardRow) -> DeviceSpec:
-    """The device of a row, without rates of attention."""
+    """Return the device of a datasheet row, without rates of attention."""
     is_cpu = row.platform == "cpu"
     memory_bytes = int(row.gib * GIB)
     return DeviceSpec(
@@ -113,12 +115,16 @@ CATALOGUE: dict[str, CatalogueEntry] = {row.name: _entry(row) for row in ROWS}
 
 
 def with_kernel(cluster: Cluster, kernel: str | None) -> Cluster:
-    """Return the cluster with a kernel's rates on devices of the catalogue. Raises `ClusterError`: one has no rate."""
+    """Return the cluster with an attention kernel's rates on all devices of the catalogue; unchanged without a kernel.
+
+    Raises:
+        ClusterError: the kernel has no rate on one of the devices.
+    """
     if kernel is None:
         return cluster
 
-    def changed(device: DeviceSpec) -> DeviceSpec:
+    def with_rates(device: DeviceSpec) -> DeviceSpec:
         entry = CATALOGUE.get(device.name)
         return device if entry is None else with_attention(device, kernel, entry.attention)
 
-    return cluster.with_devices(changed)
+    return cluster.with_devices(with_rates)

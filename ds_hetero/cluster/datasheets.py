@@ -26,6 +26,7 @@ from ds_hetero.cluster.device_kinds import (
     HOPPER_KIND,
     L4_KIND,
     OTHER_KIND,
+    PASCAL_KIND,
     PRO_BLACKWELL_KIND,
     SMALL_KIND,
     TURING_KIND,
@@ -33,26 +34,26 @@ from ds_hetero.cluster.device_kinds import (
 )
 
 NO_DATASHEET = "no public datasheet"
-"""Beginning of the source of a row whose numbers are assumed."""
+"""First words of ``source`` in a row whose numbers are assumed."""
 
 
 class CardRow(NamedTuple):
     """One device in the units that datasheets use."""
 
-    name: str  # of the catalogue
-    tflops: float  # peak, 10^12 operations per second
+    name: str  # name in the catalogue
+    tflops: float  # peak, 10^12 FLOPs per second
     gib: float  # memory, GiB
     gb_per_s: float  # bandwidth of the memory, GB/s
-    link: str  # what joins such cards inside a node
-    link_gb_per_s: float  # GB/s of that link per pair and direction
-    pcie: tuple[int, int]  # generation and width of the card's own connector
-    watts: float | None  # power under load; None if not known
-    kind: CardKind  # of cards that reach the same shares of their peaks
+    link: str  # name of the link between such cards inside a node
+    link_gb_per_s: float  # rate of this link per pair and direction, GB/s
+    pcie: tuple[int, int]  # PCIe generation and lanes of the card's connector
+    watts: float | None  # power under load; None if unknown
+    kind: CardKind  # shares of the peaks that it reaches
     source: str  # where the numbers are printed
-    platform: str = "cuda"  # what PyTorch calls such devices
-    ranks: int = 1  # devices that PyTorch sees of one card; the numbers are those of one device
-    fp32_tflops: float | None = None  # peak, of cards without bf16; None of all others
-    shares_host: bool = False  # its memory is the machine's: offloads free nothing
+    platform: str = "cuda"  # PyTorch's name for such devices
+    ranks: int = 1  # number of devices that PyTorch sees on one card; the numbers are those of one device
+    fp32_tflops: float | None = None  # fp32 peak of cards without bf16; None for all others
+    shares_host: bool = False  # whether the device uses the host's memory, so that offloads free nothing
 
 
 _P3, _P4, _P5, _P6 = (3, 16), (4, 16), (5, 16), (6, 16)
@@ -88,8 +89,8 @@ ROWS: tuple[CardRow, ...] = (
     CardRow("V100-SXM-16GB", 125, 16, 900, "NVLink 2", 150, _P3, 300, TURING_KIND, _V100, fp32_tflops=15.7),
     CardRow("V100-PCIe-32GB", 112, 32, 900, "PCIe 3 x16", 16, _P3, 250, TURING_KIND, _V100, fp32_tflops=14.0),
     CardRow("V100-PCIe-16GB", 112, 16, 900, "PCIe 3 x16", 16, _P3, 250, TURING_KIND, _V100, fp32_tflops=14.0),
-    CardRow("P100-SXM-16GB", 21.2, 16, 732, "NVLink 1", 80, _P3, 300, TURING_KIND, _P100, fp32_tflops=10.6),
-    CardRow("P100-PCIe-16GB", 18.7, 16, 732, "PCIe 3 x16", 16, _P3, 250, TURING_KIND, _P100, fp32_tflops=9.3),
+    CardRow("P100-SXM-16GB", 21.2, 16, 732, "NVLink 1", 80, _P3, 300, PASCAL_KIND, _P100, fp32_tflops=10.6),
+    CardRow("P100-PCIe-16GB", 18.7, 16, 732, "PCIe 3 x16", 16, _P3, 250, PASCAL_KIND, _P100, fp32_tflops=9.3),
     CardRow("T4", 65, 16, 320, "PCIe 3 x16", 16, _P3, 70, TURING_KIND, "NVIDIA T4 datasheet; fp16, the device has no bf16", fp32_tflops=8.1),
     CardRow("RTX-PRO-6000", 503.8, 96, 1792, "PCIe 5 x16", 64, _P5, 600, PRO_BLACKWELL_KIND, "NVIDIA RTX Blackwell PRO architecture whitepaper, Workstation Edition"),
     CardRow("RTX-6000-Ada", 364.2, 48, 960, "PCIe 4 x16", 32, _P4, 300, ADA_KIND, "NVIDIA RTX 6000 Ada datasheet, a quarter of its fp8 rate with sparsity"),
@@ -120,9 +121,9 @@ ROWS: tuple[CardRow, ...] = (
     CardRow("RTX-A5000", 111.1, 24, 768, "PCIe 4 x16", 32, _P4, 230, GA102_KIND, "NVIDIA RTX A5000 datasheet, half of its rate with sparsity"),
     CardRow("RTX-A4000", 76.7, 16, 448, "PCIe 4 x16", 32, _P4, 140, GA102_KIND, "NVIDIA RTX A4000 datasheet, half of its rate with sparsity"),
     CardRow("Quadro-RTX-8000", 130.5, 48, 672, "PCIe 3 x16", 16, _P3, 295, TURING_KIND, "NVIDIA Quadro RTX 8000 datasheet; fp16, the device has no bf16", fp32_tflops=16.3),
-    CardRow("P40", 11.8, 24, 346, "PCIe 3 x16", 16, _P3, 250, TURING_KIND, "NVIDIA Tesla P40 datasheet; fp32, its fp16 is slower and it has no bf16", fp32_tflops=11.8),
-    CardRow("GTX-1080Ti", 11.3, 11, 484, "PCIe 3 x16", 16, _P3, 250, TURING_KIND, "NVIDIA GeForce specifications; fp32, its fp16 is slower and it has no bf16", fp32_tflops=11.3),
-    CardRow("GTX-1080", 8.9, 8, 320, "PCIe 3 x16", 16, _P3, 180, TURING_KIND, "NVIDIA GeForce GTX 1080 whitepaper; fp32, its fp16 is slower and it has no bf16", fp32_tflops=8.9),
+    CardRow("P40", 11.8, 24, 346, "PCIe 3 x16", 16, _P3, 250, PASCAL_KIND, "NVIDIA Tesla P40 datasheet; fp32, its fp16 is slower and it has no bf16", fp32_tflops=11.8),
+    CardRow("GTX-1080Ti", 11.3, 11, 484, "PCIe 3 x16", 16, _P3, 250, PASCAL_KIND, "NVIDIA GeForce specifications; fp32, its fp16 is slower and it has no bf16", fp32_tflops=11.3),
+    CardRow("GTX-1080", 8.9, 8, 320, "PCIe 3 x16", 16, _P3, 180, PASCAL_KIND, "NVIDIA GeForce GTX 1080 whitepaper; fp32, its fp16 is slower and it has no bf16", fp32_tflops=8.9),
     CardRow("A10G", 70, 24, 600, "PCIe 4 x16", 32, _P4, 300, GA102_KIND, "NVIDIA A10G as AWS prints it for G5 instances: 70 TFLOPS of fp16 tensor cores"),
     CardRow("GH200-96GB", 989.5, 96, 4000, "NVLink 4", 450, _P5, 1000, HOPPER_KIND, "NVIDIA GH200 datasheet, HBM3"),
     CardRow("GH200-144GB", 989.5, 144, 4900, "NVLink 4", 450, _P5, 1000, HOPPER_KIND, "NVIDIA GH200 datasheet, HBM3e"),

@@ -1,7 +1,7 @@
-"""Kinds of devices that reach the same shares of their peaks, each with the source of its shares.
+"""Kinds of devices: shares of their peaks that devices of one kind reach, each with its source.
 
-They are compared with public measurements by `python -m benchmarks.real_cards`, and `ds-hetero profile` measures those
-of one cluster.
+These shares are compared with public measurements by `python -m benchmarks.real_cards`; `ds-hetero profile` measures
+those of a cluster.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ds_hetero.cluster.attention_rates import (
     HEAD_WIDTH,
     HOPPER,
     OTHER,
+    PASCAL,
     SMALL,
     TURING,
     Rates,
@@ -29,19 +30,22 @@ from ds_hetero.cluster.topology import Efficiency
 
 
 class CardKind(NamedTuple):
-    """Devices that reach the same shares of their peaks."""
+    """Shares of the peaks that a kind of devices reaches."""
 
-    efficiency: Efficiency  # outside attention
-    attention: Rates  # by kernel, the one that an installation would choose first
-    source: str  # of the efficiency
+    efficiency: Efficiency  # shares outside attention
+    attention: Rates  # rates by attention kernel; an installation chooses the first kernel
+    source: str  # source of `efficiency`
 
 
 def _kind(multiprocessors: int, matmul: float, memory: float, attention: Rates, source: str) -> CardKind:
-    """Return a kind.
+    """Return a kind of devices.
 
     Args:
+        multiprocessors: number of streaming multiprocessors or compute units.
         matmul: share of the peak that large matmuls reach.
         memory: share of the memory's bandwidth that norms and activations reach.
+        attention: rates by attention kernel, the one that an installation chooses first.
+        source: where ``matmul`` and ``memory`` come from.
     """
     return CardKind(
         efficiency=Efficiency(
@@ -61,11 +65,11 @@ def _kind(multiprocessors: int, matmul: float, memory: float, attention: Rates, 
 
 
 LAYER_HOST_S = 0.6e-3
-"""Least time of a layer's forward in eager PyTorch; see `ds_hetero.cost.terms.host` for what comes on top."""
+"""Time of the host to launch a layer's forward in eager PyTorch; `ds_hetero.cost.terms.host` adds adapters and ZeRO."""
 
 _FIT = "fitted to steps of llm-foundry, xtuner, torchtune and others: python -m benchmarks.real_cards"
-_BEST = "large products as in stas00/ml-engineering (MAMF), less 0.15 as on the H100; memory as on the H100"
-_N8192 = "products of n = 8192 in mli/transformers-benchmarks; memory assumed"
+_BEST = "large matmuls as in stas00/ml-engineering (MAMF), less 0.15 as on the H100; memory as on the H100"
+_N8192 = "matmuls of n = 8192 in mli/transformers-benchmarks; memory assumed"
 _ASSUMED = "assumed: no measurement of this card"
 HOPPER_KIND = _kind(132, 0.63, 0.52, HOPPER, _FIT)
 A100_80_KIND = _kind(108, 0.765, 0.62, AMPERE, _FIT)
@@ -80,7 +84,8 @@ A30_KIND = _kind(56, 0.75, 0.75, SMALL, _ASSUMED)
 L4_KIND = _kind(58, 0.55, 0.75, SMALL, _ASSUMED)
 A10_KIND = _kind(72, 0.60, 0.75, SMALL, _ASSUMED)
 TURING_KIND = _kind(60, 0.60, 0.75, TURING, _ASSUMED)
+PASCAL_KIND = _kind(60, 0.60, 0.75, PASCAL, _ASSUMED)
 CDNA2_KIND = _kind(110, 0.50, 0.60, CDNA2, _ASSUMED)
 CDNA3_KIND = _kind(304, 0.50, 0.60, CDNA3, _BEST)
-OTHER_KIND = _kind(64, 0.50, 0.60, OTHER, _ASSUMED)  # nothing of this project has run there
+OTHER_KIND = _kind(64, 0.50, 0.60, OTHER, _ASSUMED)  # this project has run on none of them
 CPU_KIND = CardKind(Efficiency(), {}, "none: run ds-hetero profile")

@@ -1,7 +1,7 @@
-"""Look-up of catalogue cards by names of people and drivers: ``rtx4090``, ``A100 80GB PCIe``, ``NVIDIA H100 PCIe``.
+"""Look-up of catalogue cards by the names that people and drivers use: ``rtx4090``, ``NVIDIA H100 PCIe``.
 
-A name has a model, and perhaps a form (SXM, PCIe, NVL) and a size of memory. The model must equal one of the spellings
-in this file: a card that is not in the catalogue is never taken for a similar one.
+A name has a model, and perhaps a form (SXM, PCIe, NVL) and a size of memory: ``A100 80GB PCIe``. The model must equal
+one of the spellings in this file, so a card that the catalogue lacks is never mistaken for a similar one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.common.units import GIB
 from ds_hetero.errors import ClusterError
 
-MAX_TEXT = 100  # characters of a name that are read
+MAX_TEXT = 100  # characters of a name that are read; the rest is ignored
 
 _MAKER = {"cuda": "nvidia", "rocm": "amd", "hpu": "intel", "xpu": "intel", "cpu": ""}
-# Brands that may precede a model, each with the empty one for a model alone.
+# Brands that may precede a model; the empty brand is for a model alone.
 _TESLA, _GEFORCE, _RTX = ("", "tesla"), ("", "rtx", "geforce", "geforcertx"), ("", "rtx")
 _INSTINCT, _PLAIN = ("", "instinct", "radeoninstinct"), ("",)
 _PRO = "pro6000blackwell"
-# Spellings and brands of the cards whose model is not simply the first word of the catalogue's name.
+# Spellings and brands of cards whose model is not simply the first word of the catalogue's name.
 _MODELS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "RTX-PRO-6000": (("pro6000", "6000pro", _PRO, f"{_PRO}workstationedition", "6000blackwell", "6000"), _RTX),
     "RTX-6000-Ada": (("6000ada", "ada6000", "6000adageneration", "6000"), _RTX),
@@ -54,46 +54,49 @@ _MODELS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "Max-1550": (("max1550", "gpumax1550", "datacentergpumax1550"), _PLAIN),
     "Arc-B580": (("b580", "arcb580"), _PLAIN),
 }
-# Cards that a name without form and memory means; a remark tells the user which one was taken.
-_USUAL = ("H100-SXM-80GB", "A100-SXM-80GB", "RTX-3080-10GB", "RTX-4060Ti-16GB", "RTX-4090", "GH200-96GB")
+# The card that is chosen for a name without form and memory; a remark says which one was chosen.
+_USUAL_CARDS = ("H100-SXM-80GB", "A100-SXM-80GB", "RTX-3080-10GB", "RTX-4060Ti-16GB", "RTX-4090", "GH200-96GB")
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,4})\s*(?:gib|gb|g)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z0-9])(sxm\d?|hgx|dgx|pcie|pci-e|nvl)(?![a-z0-9])")
-_NOISE = re.compile(r"(?<![a-z0-9])(hbm\d?e?|oam)(?![a-z0-9])")
+_IGNORED = re.compile(r"(?<![a-z0-9])(hbm\d?e?|oam)(?![a-z0-9])")
 
 
-class Named(NamedTuple):
-    """The card that a name means."""
+class CardMatch(NamedTuple):
+    """The card that was chosen for a name."""
 
-    name: str  # of the catalogue
-    others: tuple[str, ...] = ()  # further cards of the model that fit the name
+    name: str  # name in the catalogue
+    alternatives: tuple[str, ...] = ()  # other cards of the model that fit the name, too
 
 
 class _Words(NamedTuple):
-    """A name in parts: model, form and memory; form and memory are None if the name has none."""
+    """Parts of a card's name."""
 
-    model: str
-    form: str | None
-    gib: int | None
+    model: str  # letters and digits only, such as ``nvidiaa100``
+    form: str | None  # ``"SXM"``, ``"PCIe"`` or ``"NVL"``; None if the name has none
+    gib: int | None  # memory; None if the name has none
 
 
-def card_named(text: str) -> Named:
-    """Return the card that a person's name means.
+def card_named(text: str) -> CardMatch:
+    """Return the catalogue card for a name that a person typed.
 
     Raises:
-        ClusterError: the catalogue lacks the card, with the three nearest names; or the name fits several cards, with
-            a list of them.
+        ClusterError: the catalogue lacks the card (the message has the three most similar names), or the name fits
+            several cards and none of them is the usual one (the message lists them).
     """
     words = _words(text)
     cards_of_model = _spellings().get(words.model, ())
-    matches = [name for name in cards_of_model if _fits(name, words)]
-    usual = [name for name in matches if name in _USUAL]
+    matches = [name for name in cards_of_model if _has_form_and_memory(name, words)]
+    usual = [name for name in matches if name in _USUAL_CARDS]
     if len(matches) == 1 or usual:
-        taken = (usual or matches)[0]
-        return Named(taken, tuple(name for name in matches if name != taken))
+        chosen = (usual or matches)[0]
+        return CardMatch(chosen, tuple(name for name in matches if name != chosen))
     if matches:
         raise ClusterError(f"{shortened(text)} may be {' or '.join(matches)}. Say which one.")
     if cards_of_model:
-        raise ClusterError(f"{shortened(text)}: of this model the catalogue has {', '.join(cards_of_model)} only.")
+        raise ClusterError(
+            f"{shortened(text)}: the catalogue has this model only as {', '.join(cards_of_model)}. Use one of these "
+            "names, or describe the device in a cluster file under devices."
+        )
     raise ClusterError(
         f"the catalogue has no card {shortened(text)}; the nearest names are {', '.join(_nearest(words.model))}. Take "
         "one of these if it is the card you mean, or describe yours in a cluster file under devices, for which "
@@ -102,17 +105,17 @@ def card_named(text: str) -> Named:
 
 
 def catalogue_name(driver_name: str, memory_bytes: int) -> str | None:
-    """Return the catalogue's name of a device by its driver's, such as ``NVIDIA A100-SXM4-80GB``; None if it lacks it.
+    """Return the catalogue's name of a device; None if the catalogue lacks it.
 
     Args:
-        driver_name: as PyTorch reports it.
-        memory_bytes: as PyTorch reports it; decides between cards of a model if the name does not have the memory.
+        driver_name: name that PyTorch reports, such as ``NVIDIA A100-SXM4-80GB``.
+        memory_bytes: memory that PyTorch reports, which decides between cards of a model if the name has no memory.
     """
     words = _words(driver_name)
-    matches = [name for name in _spellings().get(words.model, ()) if _fits(name, words)]
+    matches = [name for name in _spellings().get(words.model, ()) if _has_form_and_memory(name, words)]
 
     def mismatch(name: str) -> tuple[float, bool]:
-        """Difference in memory; of cards with equal ones, SXM or a card without a form in its name is taken."""
+        """Sort key: the difference in memory, and then forms other than SXM (or none) last."""
         return abs(CATALOGUE[name].device.memory_bytes - memory_bytes), _form_of(name) not in (None, "SXM")
 
     return min(matches, key=mismatch, default=None)
@@ -123,10 +126,10 @@ _FORM_OF_LETTER = {"s": "SXM", "h": "SXM", "d": "SXM", "p": "PCIe", "n": "NVL"}
 
 
 def _words(text: str) -> _Words:
-    """Divide a name: ``NVIDIA A100-SXM4-80GB`` has model ``nvidiaa100``, form SXM and 80 GiB."""
+    """Divide a name into its parts: ``NVIDIA A100-SXM4-80GB`` has model ``nvidiaa100``, form SXM and 80 GiB."""
     lower = text.lower()[:MAX_TEXT]
     memory, form = _MEMORY.search(lower), _FORM.search(lower)
-    for pattern in (_MEMORY, _FORM, _NOISE):
+    for pattern in (_MEMORY, _FORM, _IGNORED):
         lower = pattern.sub(" ", lower)
     model = re.sub(r"[^a-z0-9+]", "", lower)
     return _Words(
@@ -137,12 +140,12 @@ def _words(text: str) -> _Words:
 
 
 def _form_of(name: str) -> str | None:
-    """Form in a name of the catalogue."""
+    """Return the form in a catalogue name; None if it has none."""
     return next((form for form in ("SXM", "PCIe", "NVL") if f"-{form}" in name), None)
 
 
-def _fits(name: str, words: _Words) -> bool:
-    """Whether a catalogue card has the form and the memory of a name, as far as the name has them."""
+def _has_form_and_memory(name: str, words: _Words) -> bool:
+    """Return True if a catalogue card has the form and the memory that a name gives; a name may give neither."""
     entry = CATALOGUE[name]
     if words.gib is not None and words.gib * GIB != entry.device.memory_bytes:
         return False
@@ -152,7 +155,7 @@ def _fits(name: str, words: _Words) -> bool:
 
 @cache
 def _spellings() -> dict[str, tuple[str, ...]]:
-    """Cards by every spelling of their models, without separators: ``4090``, ``rtx4090``, ``nvidiageforcertx4090``."""
+    """Return the names of cards by every spelling of their model: ``4090``, ``rtx4090``, ``nvidiageforcertx4090``."""
     cards: dict[str, list[str]] = {}
     for name, entry in CATALOGUE.items():
         if name in _MODELS:
@@ -168,14 +171,16 @@ def _spellings() -> dict[str, tuple[str, ...]]:
 
 
 def _nearest(model: str) -> list[str]:
-    """The three models with the most similar spellings, each by the first of its cards."""
-    best: dict[str, float] = {}
+    """Return the names of three cards, of the three models whose spellings are the most similar."""
+    similarity_by_name: dict[str, float] = {}
     for spelling, names in _spellings().items():
-        best[names[0]] = max(best.get(names[0], 0.0), _similarity(model, spelling))
-    return sorted(best, key=lambda name: -best[name])[:3]
+        similarity = _similarity(model, spelling)
+        similarity_by_name[names[0]] = max(similarity_by_name.get(names[0], 0.0), similarity)
+    return sorted(similarity_by_name, key=lambda name: -similarity_by_name[name])[:3]
 
 
 def _similarity(model: str, spelling: str) -> float:
-    """Similarity of two spellings, at least 0.9 if the spelling begins with the model: people leave ends out."""
-    begins = bool(model) and spelling.startswith(model)
-    return max(SequenceMatcher(None, model, spelling, autojunk=False).ratio(), 0.9 * begins)
+    """Return the similarity of two spellings, 0 to 1; at least 0.9 if ``model`` is a beginning: people omit ends."""
+    ratio = SequenceMatcher(None, model, spelling, autojunk=False).ratio()
+    is_beginning = bool(model) and spelling.startswith(model)
+    return max(ratio, 0.9) if is_beginning else ratio

@@ -1,10 +1,10 @@
-"""Prices of a cluster's devices in one line: ``5090=0.5,3090=0.2``, in money for one hour of one device."""
+"""Prices of a cluster's devices, read from one line such as ``5090=0.5,3090=0.2``: money for an hour of one device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_hetero.cluster.file_values import DEVICE_KEYS, number
+from ds_hetero.cluster.file_values import DEVICE_KEYS, read_number
 from ds_hetero.cluster.names import card_named
 from ds_hetero.cluster.topology import Cluster, DeviceSpec
 from ds_hetero.common.reading import shortened
@@ -13,10 +13,14 @@ from ds_hetero.errors import ClusterError
 
 
 def read_prices(text: str, cluster: Cluster) -> dict[str, float]:
-    """Read prices by device name.
+    """Return the price of an hour by device name.
+
+    Args:
+        text: value of ``--price``, such as ``5090=0.5,3090=0.2``.
+        cluster: cluster whose devices may be named.
 
     Raises:
-        ClusterError: a part has no price, a name is not that of a device of the cluster, or a device is named twice.
+        ClusterError: a part has no price, the cluster has no device of this name, or a device is named twice.
     """
     names = tuple(dict.fromkeys(device.name for device in cluster.devices))
     prices: dict[str, float] = {}
@@ -28,23 +32,30 @@ def read_prices(text: str, cluster: Cluster) -> dict[str, float]:
             price = None
         if not equals or price is None:
             raise ClusterError(
-                "--price is cards with the money for one hour of one, such as 5090=0.5,3090=0.2; got "
+                "--price must list cards with the price of an hour of one card, such as 5090=0.5,3090=0.2; got "
                 f"{shortened(part)}."
             )
         name = _device_named(card, names)
         if name in prices:
             raise ClusterError(f"--price names {name} twice. Give one price for a card.")
-        prices[name] = number(f"--price {name}", price, DEVICE_KEYS["price_per_hour"][2])
+        prices[name] = read_number(f"--price {name}", price, DEVICE_KEYS["price_per_hour"][2])
     return prices
 
 
 def _device_named(card: str, names: tuple[str, ...]) -> str:
-    """Return the device name that ``card`` stands for. Raises `ClusterError`: none of ``names``, or several."""
+    """Return the device name that ``card`` stands for.
+
+    Raises:
+        ClusterError: ``card`` is none of ``names``, or it may be several of them, and the card that this name usually
+            means is not among them.
+    """
     if card in names:
         return card
-    meant = card_named(card)
-    matches = [name for name in (meant.name, *meant.others) if name in names]
-    if len(matches) != 1 and meant.name not in names:
+    match = card_named(card)
+    matches = [name for name in (match.name, *match.alternatives) if name in names]
+    if len(matches) > 1 and match.name not in names:
+        raise ClusterError(f"--price: {shortened(card)} matches several devices: {listed(matches)}. Name one of them.")
+    if not matches:
         raise ClusterError(
             f"--price: {shortened(card)} is not a device of the cluster, which has {listed(names)}. Name one of them."
         )
@@ -52,7 +63,7 @@ def _device_named(card: str, names: tuple[str, ...]) -> str:
 
 
 def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
-    """Return the cluster with these prices, by name of device."""
+    """Return the cluster with these prices of an hour by device name; other devices keep theirs."""
 
     def with_price(device: DeviceSpec) -> DeviceSpec:
         return replace(device, price_per_hour=prices.get(device.name, device.price_per_hour))

@@ -1,4 +1,4 @@
-"""Sentences about devices, for people: assumed rates, few measurements, platforms that cannot train."""
+"""Remarks about a cluster's devices, as sentences: assumed rates, few measurements, platforms that cannot train."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from ds_hetero.cluster.step_errors import FEW_MEASUREMENTS
 from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.units import TERA
 
+# Cards before Turing (sm75). Of the releases of torch that jobs run with, 2.13 and 2.14 have kernels for them in their
+# wheels for CUDA 12.6 alone, and 2.15 has none (pytorch/pytorch issues 172352 and 190385).
+_BEFORE_TURING = ("V100", "P100", "P40", "GTX-")
 _NOT_RUN = {
     "rocm": "ROCm has not been tried with this engine: its plans for {} are predictions only",
     "hpu": "this engine does not run on {} (HPU): planning only",
@@ -18,22 +21,25 @@ _NOT_RUN = {
 
 
 def confidence(devices: Iterable[DeviceSpec]) -> str:
-    """Name the attention kernels whose rates are used, and the devices with few or no measurements."""
+    """Return a text on how reliable a prediction is: attention kernels, and devices with few or no measurements.
+
+    ``attention: flash_attn_2; few measurements of this card: RTX-3090 (10 steps)``.
+    """
     distinct_devices = {device.name: device for device in devices}.values()
     kernels = dict.fromkeys(device.attention_kernel or "as measured" for device in distinct_devices)
-    little_measured, never_measured = [], []
+    cards_with_few, cards_without = [], []
     for device in distinct_devices:
         if device.measured:
             continue
         if device.name in FEW_MEASUREMENTS:
-            little_measured.append(f"{device.name} ({FEW_MEASUREMENTS[device.name]} steps)")
+            cards_with_few.append(f"{device.name} ({FEW_MEASUREMENTS[device.name]} steps)")
         else:
-            never_measured.append(device.name)
+            cards_without.append(device.name)
     parts = [f"attention: {', '.join(kernels)}"]
-    if little_measured:
-        parts.append(f"few measurements of this card: {', '.join(little_measured)}")
-    if never_measured:
-        parts.append(f"no measurement of this card: {', '.join(never_measured)}")
+    if cards_with_few:
+        parts.append(f"few measurements of this card: {', '.join(cards_with_few)}")
+    if cards_without:
+        parts.append(f"no measurement of this card: {', '.join(cards_without)}")
     return "; ".join(parts)
 
 
@@ -50,6 +56,12 @@ def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
     for entry in entries.values():
         if entry.bf16_flops_per_s:
             remarks.append(_without_bf16(entry, entry.bf16_flops_per_s))
+    old = [name for name in entries if name.startswith(_BEFORE_TURING)]
+    if old:
+        remarks.append(
+            f"the usual wheels of torch have no kernels for {', '.join(old)}: install torch 2.13 or 2.14 for CUDA 12.6 "
+            "(cu126); 2.15 has no such wheel"
+        )
     assumed_sources = {device.name: device.source for device in devices if device.source.startswith(NO_DATASHEET)}
     remarks += [f"the numbers of {name} are assumed: {source}" for name, source in assumed_sources.items()]
     if len(names_by_platform) > 1:
@@ -59,6 +71,7 @@ def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
 
 
 def _without_bf16(entry: CatalogueEntry, bf16_flops_per_s: float) -> str:
+    """Return a sentence on how slowly a device without bf16 hardware computes bf16, and what to do."""
     rates = f"{bf16_flops_per_s / TERA:g} of {entry.device.peak_flops_per_s / TERA:g} TFLOP/s at best"
     return (
         f"{entry.device.name} has no bf16, its figures are those of fp16: in bf16 it computes in fp32, at {rates}. "

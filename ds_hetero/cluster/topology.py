@@ -1,4 +1,4 @@
-"""Devices, nodes, links and the cluster they form.
+"""Devices, nodes and links, and the `Cluster` that they form.
 
 Links have classes: all pairs of ranks inside a node share one `Link`, and so do all pairs of ranks between the same two
 nodes. So 4,096 ranks on 512 nodes need a 512 x 512 table of class numbers and a few classes, never a table over pairs
@@ -25,7 +25,7 @@ from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Achieved shares of the peaks for large shapes, and the sizes at which half of a share is achieved.
+    """Shares of a device's peaks that large shapes achieve, and the sizes at which half of a share is achieved.
 
     Time of a matmul of ``m`` tokens with a weight: ``flops / (peak * matmul) * (1 + matmul_half_tokens / m)``.
     Time of attention between ``r`` query rows (tokens x heads x batch) and ``t`` keys:
@@ -66,8 +66,8 @@ class DeviceSpec:
     """One accelerator.
 
     Args:
-        error: relative error of a predicted step that 8 of 10 measurements stay within: of this card if ``measured``,
-            else of similar cards.
+        error: relative error of predicted steps that 8 of 10 measurements stay within; measured on this device if
+            ``measured``, else on similar ones.
         attention_s: measured seconds of causal attention on this device, ``(tokens, seconds)`` by ascending tokens,
             the table of the hetero-ring paper; empty if not measured.
     """
@@ -80,7 +80,7 @@ class DeviceSpec:
     fragmentation: float = 0.0  # memory that the allocator wastes, as a share of the tensors' bytes
     attention_kernel: str = ""  # catalogue kernel whose rates ``efficiency`` has; empty if they were measured
     error: float = 0.0
-    measured: bool = True  # training on this card was measured, by this project's table or by a profile
+    measured: bool = True  # whether training steps on this device were measured, in `step_errors` or by a profile
     source: str = "given by the user"  # source of the numbers
     efficiency: Efficiency = field(default_factory=Efficiency)  # achieved shares of the peaks
     watts: float | None = None  # power under load; None if unknown
@@ -122,7 +122,7 @@ class Link:
     bytes_per_s: float  # nominal bandwidth of one pair in one direction, B of HexiSeq
     p2p_efficiency: float = 1.0  # achieved share of ``bytes_per_s`` by point-to-point transfers (ring steps)
     all_to_all_efficiency: float = 1.0  # achieved share by a ragged all-to-all
-    all_to_all_latency_s: float | None = None  # start-up time of an all-to-all, ``latency_s`` where it is not known
+    all_to_all_latency_s: float | None = None  # start-up time of an all-to-all; None: as ``latency_s``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, one per device."""
+        """Number of ranks, one per device."""
         return len(self.devices)
 
     @cached_property
@@ -171,12 +171,12 @@ class Cluster:
 
     @cached_property
     def peak_flops_per_s(self) -> Floats:
-        """Datasheet rate of every rank, ``[ranks]``."""
+        """Peak of every rank's device in the datasheet, ``[ranks]``."""
         return np.array([device.peak_flops_per_s for device in self.devices])
 
     @cached_property
     def message_overhead_s(self) -> Floats:
-        """Host's time of every rank for its part in one round of messages, ``[ranks]``; see `Efficiency`."""
+        """Time of every rank's host for one round of messages, ``[ranks]``; see `Efficiency`."""
         return np.array([device.efficiency.message_overhead_s for device in self.devices])
 
     @cached_property
@@ -186,7 +186,7 @@ class Cluster:
 
     @cached_property
     def shares_host_memory(self) -> Bools:
-        """Whether a rank's device and its host have one memory, ``[ranks]``."""
+        """Whether a rank's device uses its host's memory, ``[ranks]``."""
         return np.array([device.shares_host_memory for device in self.devices])
 
     @cached_property
@@ -204,11 +204,11 @@ class Cluster:
     @cached_property
     def link_class(self) -> Ints:
         """Index into `link_classes` for every pair of nodes, ``[nodes, nodes]``; the diagonal is inside the node."""
-        number = {link: i for i, link in enumerate(self.link_classes)}
-        table = np.full((len(self.nodes), len(self.nodes)), number[self.network], dtype=np.int64)
-        np.fill_diagonal(table, [number[node.link] for node in self.nodes])
+        class_of_link = {link: i for i, link in enumerate(self.link_classes)}
+        table = np.full((len(self.nodes), len(self.nodes)), class_of_link[self.network], dtype=np.int64)
+        np.fill_diagonal(table, [class_of_link[node.link] for node in self.nodes])
         for (a, b), link in self.links:
-            table[a, b] = table[b, a] = number[link]
+            table[a, b] = table[b, a] = class_of_link[link]
         return table
 
     @cached_property
@@ -218,7 +218,7 @@ class Cluster:
 
     @cached_property
     def link_class_alike(self) -> tuple[int, ...]:
-        """For every link class, the first class with the same numbers, among those inside, or between, nodes.
+        """For every link class, index of the first class with equal latency and rates; inside and between nodes apart.
 
         Eight equal nodes have eight classes that differ in their names only, ``inside node-0`` ...: all of them get the
         index of the first.
@@ -246,7 +246,7 @@ class Cluster:
 
     @cached_property
     def place(self) -> Ints:
-        """Place in the network of every node, ``[nodes]``: nodes of one place have the same links to all nodes.
+        """Index of every node's place in the network, ``[nodes]``; nodes of a place have the same links to all nodes.
 
         Between any two nodes of a place there is one link class, and so there is between two places. So sums and maxima
         over pairs of nodes are computed over a few places. 64 nodes in two racks, with one link class inside a rack and
@@ -258,8 +258,8 @@ class Cluster:
             if place[node] >= 0:
                 continue
             same = self.link_class == self.link_class[node]  # [other node, third node]: same link to the third node
-            # Rows of two nodes of a place may differ where one of the two is the third node: a row has the link inside
-            # the node there, the other row the link between the two.
+            # The rows of two nodes of one place may differ in the columns of these two nodes: there one row has the
+            # link inside a node, and the other the link between the two. These columns do not count.
             same[np.arange(num_nodes), np.arange(num_nodes)] = True
             same[:, node] = True
             place[same.all(axis=1) & (place < 0)] = place.max() + 1
@@ -267,13 +267,13 @@ class Cluster:
 
     @cached_property
     def place_nodes(self) -> tuple[Ints, Ints]:
-        """A pair of nodes for every pair of places, two arrays ``[places, places]``.
+        """For every pair of places, one pair of nodes there: senders and receivers, ``[places, places]`` each.
 
-        The two are different nodes even for a place with itself, if it has two nodes.
+        For a place with itself these are two different nodes, if the place has several.
         """
-        first = np.unique(self.place, return_index=True)[1]  # first node of every place
-        last = len(self.place) - 1 - np.unique(self.place[::-1], return_index=True)[1]  # and the last one
-        sender, receiver = np.meshgrid(first, last, indexing="ij")
+        first_node = np.unique(self.place, return_index=True)[1]  # of every place
+        last_node = len(self.place) - 1 - np.unique(self.place[::-1], return_index=True)[1]
+        sender, receiver = np.meshgrid(first_node, last_node, indexing="ij")
         return sender, receiver
 
     @cached_property
@@ -283,18 +283,18 @@ class Cluster:
 
     @cached_property
     def node_p2p_s_per_byte(self) -> Floats:
-        """Inverse of what point-to-point transfers achieve, ``[nodes, nodes]``."""
+        """Seconds per byte of point-to-point transfers between ranks, by pair of their nodes, ``[nodes, nodes]``."""
         return np.array([1 / (link.bytes_per_s * link.p2p_efficiency) for link in self.link_classes])[self.link_class]
 
     @cached_property
     def node_all_to_all_s_per_byte(self) -> Floats:
-        """Inverse of what ragged all-to-alls achieve, ``[nodes, nodes]``."""
+        """Seconds per byte of uneven all-to-alls between ranks, by pair of their nodes, ``[nodes, nodes]``."""
         inverse = [1 / (link.bytes_per_s * link.all_to_all_efficiency) for link in self.link_classes]
         return np.array(inverse)[self.link_class]
 
     @cached_property
     def nic_bytes_per_s(self) -> Floats:
-        """Bandwidth that a node's ranks share towards other nodes, infinite if each has a NIC, ``[nodes]``."""
+        """Bandwidth to other nodes that a node's ranks share, infinite if each rank has a NIC, ``[nodes]``."""
         return np.array([np.inf if node.nic_bytes_per_s is None else node.nic_bytes_per_s for node in self.nodes])
 
     @cached_property
@@ -304,12 +304,13 @@ class Cluster:
 
     @cached_property
     def shares_ports(self) -> bool:
-        """Whether some node has a NIC or a switch that its ranks share."""
+        """True if some node has a NIC or a switch that its ranks share."""
         return bool(np.isfinite(self.nic_bytes_per_s).any() or np.isfinite(self.switch_bytes_per_s).any())
 
-    def link(self, a: int, b: int) -> Link:
-        """Return the link between ranks ``a`` and ``b``."""
-        return self.link_classes[int(self.link_class[self.node_of_rank[a], self.node_of_rank[b]])]
+    def link(self, rank: int, other_rank: int) -> Link:
+        """Return the link between two ranks."""
+        nodes = self.node_of_rank[rank], self.node_of_rank[other_rank]
+        return self.link_classes[int(self.link_class[nodes])]
 
     def part(self, first: int, stop: int) -> Cluster:
         """Return the cluster of ranks ``first`` to ``stop - 1``, numbered from 0; see `subset`."""
@@ -350,7 +351,7 @@ class Cluster:
         return self._of_nodes(nodes)
 
     def _of_nodes(self, nodes: Mapping[int, Node]) -> Cluster:
-        """The cluster of some nodes, by their index in this one, with the links between them."""
+        """Return the cluster of ``nodes``, by their index in this cluster, with the links between them."""
         new_index = {index: i for i, index in enumerate(nodes)}
         links = []
         for (a, b), link in self.links:

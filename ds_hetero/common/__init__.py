@@ -1,1 +1,1 @@
-"""Shared by every part of ds_hetero: array types, units, text for people, reading of files, what is installed."""
+"""Helpers that every part of ds_hetero uses: array types, units, texts, files, checks of installed packages."""

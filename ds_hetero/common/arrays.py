@@ -1,7 +1,7 @@
-"""Types of the arrays in the planning half; their dimensions are in the names of the variables.
+"""Array types of the planning half; the dimensions of an array are in the name of its variable.
 
-What NumPy counts or indexes with is ``np.intp``, which has 32 bits in browsers (docs/planner.md): ``repeat``,
-``bincount`` and ``reduceat`` take no wider ones. Everywhere else it is ``np.int64``.
+Counts and indices for NumPy are ``np.intp``, since ``repeat``, ``bincount`` and ``reduceat`` take no wider integers. It
+has 32 bits in browsers (docs/planner.md). All other integers are ``np.int64``.
 """
 
 from typing import TypeVar
@@ -17,8 +17,9 @@ Ints = NDArray[np.int64]
 
 
 def distinct(values: NDArray[Scalar], axis: int | None = None) -> NDArray[Scalar]:
-    """Return the values, ascending and each once; with an axis, the slices along it.
+    """Return the distinct values in ascending order; with an axis, the distinct slices along it.
 
-    Without an index numpy would import its masked arrays first, which takes a tenth of a small search.
+    Without ``return_index`` ``np.unique`` imports numpy's masked arrays, which takes a tenth of the time of a small
+    search.
     """
     return np.asarray(np.unique(values, axis=axis, return_index=True)[0])

@@ -1,12 +1,12 @@
-"""Files and folders that only this user may write; those that somebody else could have written are refused.
+"""Private files and folders: only this user may write them; files that another user could have written are refused.
 
-Other users of the machine can make files in shared memory, and beside a cache folder. We trust the content of our files
-there, so every one of our folders, and every file in it, must be owned by this user, must not be a symbolic link, and
-must not be writable by its group or others. Checks use an open descriptor, so that nobody can replace the file between
-the check and its use.
+Other users of the machine can make files in shared memory, and beside a cache folder. The job trusts the content of its
+files there. Therefore each of its folders, and every file in them, must be owned by this user, must not be a symbolic
+link, and must not be writable by its group or others. Checks use an open descriptor, so that nobody can replace the
+file between the check and its use.
 
-    make_own_folders     the folders below a root, mode 0700
-    open_file       a file in a folder of ours, mode 0600 where it is made
+    make_own_folders   makes the folders below a root, with mode 0700
+    open_file          opens a file in such a folder, and makes it with mode 0600 if the flags say so
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_own_folders(root: Path, *parts: str) -> None:
-    """Make the missing folders of ``root/part/part``; the root must exist, and is not ours.
+    """Make the missing folders of ``root/part/part``; the root must exist, and may belong to another user.
 
     Raises:
-        ConfigError: a part is not this user's alone, or others can rename entries of the root.
+        ConfigError: another user owns a part or can write to it, or others can rename entries of the root.
         OSError: a folder cannot be made.
     """
     _walk(root, parts, makes=True)
 
 
 def expect_own_folders(root: Path, *parts: str) -> None:
-    """Check the existing folders of ``root/part/part``. Raises `ConfigError`: see `make_own_folders`."""
+    """Raise `ConfigError`, as `make_own_folders` does, for folders of ``root/part/part`` that exist; make none."""
     with suppress(FileNotFoundError, NotADirectoryError):
         _walk(root, parts, makes=False)
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make a folder, and those above it, mode 0700; check the folder if it exists.
+    """Make a folder and its parents with mode 0700; if the folder exists, check it.
 
     Raises:
-        ConfigError: it is not this user's alone.
+        ConfigError: another user owns the folder or can write to it.
         OSError: it cannot be made.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -55,12 +55,15 @@ def make_cache_folder(folder: Path) -> None:
 
 
 def expect_own_file(path: Path) -> None:
-    """Check a file that is read later; nobody else can change it until then. Raises as `open_file`."""
+    """Check that no other user can change a file, which is read later. Raises as `open_file` does."""
     os.close(open_file(path))
 
 
 def _walk(root: Path, parts: Sequence[str], *, makes: bool) -> None:
-    """Walk from folder to folder by their descriptors, so that nobody can replace a folder on the way."""
+    """Open and check each folder of ``root/part/part``, and make the missing ones if ``makes``.
+
+    Each is opened relative to the descriptor of the folder before it, so that nobody can replace a folder on the way.
+    """
     descriptor = _open_root(root)
     path = root
     try:
@@ -77,18 +80,19 @@ def _walk(root: Path, parts: Sequence[str], *, makes: bool) -> None:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, *, is_secret: bool = False) -> int:
-    """Open a regular file in one of our folders, not through links; return its descriptor, which is closed by an exec.
+    """Open a regular file in a private folder, and return its descriptor, which programs started by exec do not get.
 
     Args:
-        is_secret: whether others must not read it either.
+        flags: flags of `os.open`; links are never followed.
+        is_secret: whether others must not be able to read it either.
 
     Raises:
-        ConfigError: the folder or the file is not this user's alone.
-        OSError: it cannot be opened.
+        ConfigError: another user owns the folder or the file, or can write to it.
+        OSError: the file cannot be opened.
     """
     folder = _open_folder(path.parent)
     try:
-        # O_NONBLOCK: a pipe in its place would be waited for
+        # O_NONBLOCK: opening a pipe would otherwise wait for its other end.
         descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -99,7 +103,9 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, is_secret: bool = False) 
     try:
         _expect_own(descriptor, path, is_folder=False)
         if is_secret and os.fstat(descriptor).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{path} holds a secret, and others may read it: give it mode 0600, or delete it.")
+            raise ConfigError(
+                f"{path} holds a secret, and other users may read it. Give it mode 0600 (chmod 600), or delete it."
+            )
     except BaseException:
         os.close(descriptor)
         raise
@@ -108,40 +114,45 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, is_secret: bool = False) 
 
 @contextmanager
 def reading(path: Path, *, is_secret: bool = False) -> Iterator[IO[bytes]]:
-    """Open a file for reading; see `open_file`."""
+    """Open a file of a private folder for reading bytes; raises as `open_file` does."""
     with open(open_file(path, is_secret=is_secret), "rb") as file:
         yield file
 
 
 def read_text(path: Path, *, is_secret: bool = False) -> str:
-    """Read the text of a file; see `open_file`."""
+    """Return the text of a file of a private folder; raises as `open_file` does."""
     with reading(path, is_secret=is_secret) as file:
         return file.read().decode()
 
 
 def _open_root(root: Path) -> int:
-    """Open the folder that contains ours, also through links. Others may make files there, but must not rename ours."""
+    """Open the folder that contains the private ones, also through links.
+
+    Others may make files in it, but must not be able to rename this user's.
+    """
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    facts = os.fstat(descriptor)
-    is_guarded = bool(facts.st_mode & stat.S_ISVTX) or not facts.st_mode & _OTHERS_WRITE
-    if not is_guarded or facts.st_uid not in _trusted():
+    status = os.fstat(descriptor)
+    is_protected = bool(status.st_mode & stat.S_ISVTX) or not status.st_mode & _OTHERS_WRITE
+    if not is_protected or status.st_uid not in _trusted_owners():
         os.close(descriptor)
-        seen = f"is owned by user {facts.st_uid} and has mode {stat.S_IMODE(facts.st_mode):04o}"
+        problem = f"is owned by user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}"
         raise ConfigError(
-            f"{root} cannot hold files that are believed: it {seen}, so that others can rename what is in it. Name "
-            "another folder, or take the right to write from others (chmod go-w), or let them rename their own files "
-            "alone (chmod +t)."
+            f"{root} cannot hold trusted files: it {problem}, so that other users can rename files in it. Name another "
+            "folder, or forbid others to write to this one (chmod go-w), or to rename files of others (chmod +t)."
         )
     return descriptor
 
 
-def _trusted() -> tuple[int, ...]:
-    """Users who may own the root: this user, and those who have all rights anyway."""
-    return (os.geteuid(), 0, *_unmapped())
+def _trusted_owners() -> tuple[int, ...]:
+    """Return the users who may own the root: this user, and those who have all rights anyway."""
+    return (os.geteuid(), 0, *_overflow_user())
 
 
-def _unmapped() -> tuple[int, ...]:
-    """In a user namespace, the number that stands for all users outside, such as the host's root."""
+def _overflow_user() -> tuple[int, ...]:
+    """Return the id that stands for all users outside this user namespace, such as the host's root.
+
+    Empty if this process is not in a user namespace.
+    """
     try:
         if int(Path("/proc/self/uid_map").read_text().split()[2]) == 2**32 - 1:
             return ()
@@ -150,16 +161,21 @@ def _unmapped() -> tuple[int, ...]:
         return ()
 
 
-def _open_folder(path: Path, shown: Path | None = None, dir_fd: int | None = None) -> int:
-    shown = path if shown is None else shown
+def _open_folder(path: Path, shown_path: Path | None = None, dir_fd: int | None = None) -> int:
+    """Open and check a private folder.
+
+    Args:
+        shown_path: path for messages, if ``path`` is relative to ``dir_fd``.
+    """
+    shown_path = path if shown_path is None else shown_path
     try:
         descriptor = os.open(path, _FOLDER_FLAGS, dir_fd=dir_fd)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(shown):
-            raise ConfigError(_refusal(shown, "is a symbolic link")) from None
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(shown_path):
+            raise ConfigError(_refusal(shown_path, "is a symbolic link")) from None
         raise
     try:
-        _expect_own(descriptor, shown, is_folder=True)
+        _expect_own(descriptor, shown_path, is_folder=True)
     except BaseException:
         os.close(descriptor)
         raise
@@ -167,17 +183,20 @@ def _open_folder(path: Path, shown: Path | None = None, dir_fd: int | None = Non
 
 
 def _expect_own(descriptor: int, path: Path, *, is_folder: bool) -> None:
-    facts = os.fstat(descriptor)
-    if facts.st_uid != os.geteuid():
-        raise ConfigError(_refusal(path, f"is owned by user {facts.st_uid}, and this process is user {os.geteuid()}"))
-    if facts.st_mode & _OTHERS_WRITE:
-        raise ConfigError(_refusal(path, f"has mode {stat.S_IMODE(facts.st_mode):04o}: others can write to it"))
-    if not is_folder and not stat.S_ISREG(facts.st_mode):
+    """Refuse an open file or folder that another user owns or can write to, or a file that is not a regular one."""
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():
+        raise ConfigError(_refusal(path, f"is owned by user {status.st_uid}, and this process is user {os.geteuid()}"))
+    if status.st_mode & _OTHERS_WRITE:
+        raise ConfigError(_refusal(path, f"has mode {stat.S_IMODE(status.st_mode):04o}: others can write to it"))
+    if not is_folder and not stat.S_ISREG(status.st_mode):
         raise ConfigError(_refusal(path, "is not a regular file"))
 
 
-def _refusal(path: Path, seen: str) -> str:
+def _refusal(path: Path, problem: str) -> str:
+    """Return the message on a file or folder that is not private."""
     return (
-        f"{path} {seen}; what is read there is believed, so it has to be this user's alone. If you did not make it so, "
-        "somebody may want you to use it: look at it, then delete it, or make it yours alone (chown, chmod go-w)."
+        f"{path} {problem}; the job trusts its content, so no other user may be able to write it. If you did not make "
+        "it so, somebody may want you to use it: look at it, then delete it, or make it yours alone (chown, "
+        "chmod go-w)."
     )

@@ -1,4 +1,4 @@
-"""Numbers and lists in words, as the command line, log lines and error messages write them."""
+"""Texts for numbers and lists in output, log lines and error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def time_text(seconds: float) -> str:
-    """Return a time as ``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``."""
+    """Write a time as ``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -23,12 +23,12 @@ def time_text(seconds: float) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return bytes in GiB with one decimal, without the unit: ``12.3``."""
+    """Write a number of bytes in GiB with one decimal, without the unit: ``12.3``."""
     return f"{num_bytes / GIB:.1f}"
 
 
 def unlike_bytes_texts(*sizes: int) -> tuple[str, ...]:
-    """Sizes in the largest unit in which unequal ones print differently: ``("10.20 MiB", "10.30 MiB")``."""
+    """Write sizes in the largest unit in which unequal sizes have different texts: ``("10.20 MiB", "10.30 MiB")``."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         texts = tuple(f"{size / factor:,.2f} {unit}" for size in sizes)
         if len(set(texts)) == len(set(sizes)) and min(sizes) * 100 >= factor:
@@ -36,16 +36,22 @@ def unlike_bytes_texts(*sizes: int) -> tuple[str, ...]:
     return tuple(f"{size:,} bytes" for size in sizes)
 
 
-def listed(names: Iterable[str], most: int = 50) -> str:
-    """Join the first ``most`` names with commas; names over 80 characters and further names end in "..."."""
-    shown = [name if len(name) <= 80 else f"{name[:77]}..." for name in islice(names, most + 1)]
-    if len(shown) > most:
-        shown[most] = "..."
+def listed(names: Iterable[str], max_names: int = 50) -> str:
+    """Join names with commas: ``a, b, ...``; the dots stand for names after the first ``max_names``.
+
+    A name of more than 80 characters is shortened to 77 and dots.
+    """
+    shown = [name if len(name) <= 80 else f"{name[:77]}..." for name in islice(names, max_names + 1)]
+    if len(shown) > max_names:
+        shown[max_names] = "..."
     return ", ".join(shown)
 
 
 def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
-    """Group ranks by value; groups in the order of their first rank."""
+    """Return the ranks of every value, in the order in which values first occur.
+
+    ((0, "a"), (1, "b"), (2, "a")) gives {"a": [0, 2], "b": [1]}.
+    """
     ranks: dict[T, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
@@ -53,6 +59,17 @@ def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as ``rank 1`` or ``ranks 0, 2``."""
+    """Write ranks as ``rank 1`` or ``ranks 0, 2``."""
     noun = "ranks" if len(ranks) > 1 else "rank"
     return f"{noun} {', '.join(map(str, ranks))}"
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Return the text of ranks, with runs of consecutive ranks as ranges: ``0-3, 7`` for ranks 0, 1, 2, 3 and 7."""
+    ranges: list[tuple[int, int]] = []  # first and last rank
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], rank)
+        else:
+            ranges.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -26,17 +26,27 @@ COST_MODELS = ("calibrated", "published")
 
 
 def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> CostModel:
-    """Make the cost model ``"calibrated"`` or ``"published"``. Raises `PlanError`: unknown, or not for this model."""
+    """Make the cost model ``"calibrated"`` or ``"published"``.
+
+    Raises:
+        PlanError: the name is unknown, or this cost model has no formulas for the model or for adapters.
+    """
     if name not in COST_MODELS:
         raise PlanError(f"cost model {shortened(name)} is unknown; it is one of {', '.join(COST_MODELS)}.")
+    if model.window_layers and not workload.causal:
+        raise PlanError(
+            f"{model.name} has layers whose attention sees a window, which is planned for causal attention alone. "
+            "Leave --full out."
+        )
     if workload.adapter_rank and (name != "calibrated" or model.recurrent is not None):
-        kind = "the published cost model" if name != "calibrated" else "layers that carry a state"
-        raise PlanError(f"adapters beside frozen weights have no cost in {kind}. Plan --train full, or another model.")
+        where = "the published cost model" if name != "calibrated" else "linear-attention and SSM layers"
+        raise PlanError(f"adapters have no cost in {where}. Plan full training (--train full), or another model.")
     if name == "calibrated":
         return CalibratedCostModel(cluster, model, workload)
-    if model.recurrent is not None:
+    kinds = model.unlike_layers or ("layers whose attention sees a window" if model.window_layers else None)
+    if kinds:
         raise PlanError(
-            f"HexiSeq's equations have no layers that carry a state, as {model.name} has. Use --cost-model calibrated."
+            f"{model.name} has {kinds}, which HexiSeq's equations do not cover. Use --cost-model calibrated."
         )
     from ds_hetero.cost.published import PublishedCostModel
 

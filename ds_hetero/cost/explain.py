@@ -1,6 +1,6 @@
-"""Why a block of the calibrated cost model takes as long as it does: its bottleneck, its busy times, its timeline.
+"""Explanation of a block's time in the calibrated cost model: bottleneck, compute time of every rank, and timeline.
 
-Functions take the passes of the block and one assignment (B = 1).
+All functions take the passes of the block and one assignment of tokens and heads (B = 1).
 
 Dimension key: B assignments, D ranks, K groups in ring order, E edges.
 """
@@ -21,27 +21,28 @@ from ds_hetero.cost.terms.ring import alone_s, ring_finish_s, ring_schedule
 
 
 def busy_s(block: BlockPasses, work: Work) -> Floats:
-    """Compute of every rank in one block, ``[D]``."""
+    """Return the time that every rank computes in one block, ``[D]``."""
     grouping, tokens_D = work.grouping, work.tokens_BD[0]
     busy_D = np.zeros(len(tokens_D))
     slope_PBD, fixed_PBD, contiguous_causal = block.attention_s(work)
-    work_PBD = block.non_attention_s(work.tokens_BD)
-    for number, block_pass in enumerate(block.passes):
-        seen_K, blocks_K = np.full((2, grouping.num_groups), [[block.workload.seq_len], [grouping.num_groups]])
-        if contiguous_causal:  # earlier groups, and half of the own one
-            seen_K = np.cumsum(work.length_BK[0]) - work.length_BK[0] / 2
+    non_attention_PBD = block.non_attention_s(work.tokens_BD)
+    for index, block_pass in enumerate(block.passes):
+        keys_K, blocks_K = np.full((2, grouping.num_groups), [[block.workload.seq_len], [grouping.num_groups]])
+        if contiguous_causal:  # a group sees earlier groups and half of itself
+            keys_K = np.cumsum(work.length_BK[0]) - work.length_BK[0] / 2
             blocks_K = np.arange(grouping.num_groups) + 0.5
-        slope_D, fixed_D = slope_PBD[number, 0], fixed_PBD[number, 0]
-        attention_D = slope_D * seen_K[grouping.group_of] + fixed_D * blocks_K[grouping.group_of]
-        busy_D += block_pass.repeats * (work_PBD[number, 0] + attention_D)
+        slope_D, fixed_D = slope_PBD[index, 0], fixed_PBD[index, 0]
+        attention_D = slope_D * keys_K[grouping.group_of] + fixed_D * blocks_K[grouping.group_of]
+        busy_D += block_pass.repeats * (non_attention_PBD[index, 0] + attention_D)
     return busy_D
 
 
 def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, beside: str | None) -> Bottleneck:
-    """The largest part of the block, and the rank or the link that sets it.
+    """Find the largest term of the block, and the rank or the link that sets it.
 
     Args:
-        beside: what takes longer than the work that it runs beside; None where nothing does.
+        beside: name of work that runs at the same time as the passes and takes longer, ``"ZeRO traffic"`` or ``"the
+            host's launches"``; None if the passes take longest.
     """
     term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
     grouping, tokens_D, heads_D = assigned.work.grouping, assigned.work.tokens_BD[0], assigned.work.heads_BD[0]
@@ -66,7 +67,7 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, besi
 
 
 def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
-    """Bars of one block: forward, the forward again where it is checkpointed, backward."""
+    """Return when each rank computes and transfers in the forward, recomputation (if any) and backward of a block."""
     spans: list[Span] = []
     begin_s = 0.0
     for phase in _phases(block):
@@ -78,32 +79,44 @@ def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
 def mixed_timeline(
     block: BlockPasses, assigned: AssignedWork, recurrent: RecurrentLayer, shares: tuple[float, float]
 ) -> tuple[Span, ...]:
-    """Bars of the mean of two kinds of layers: in every phase attention's, then the recurrence's, each by its share."""
+    """Return when each rank computes and transfers in an average layer of a model with attention and recurrent layers.
+
+    In every phase the intervals of attention come first, then those of the recurrence, each scaled by its share of the
+    layers.
+
+    Args:
+        shares: numbers of attention layers and of recurrent layers, each over the number of all layers.
+    """
+    attention_share, recurrent_share = shares
     spans: list[Span] = []
-    begin_s, of_pass = 0.0, recurrent.passes(assigned.work.grouping, assigned.work.tokens_BD)
+    begin_s = 0.0
+    times_of_passes = recurrent.passes(assigned.work.grouping, assigned.work.tokens_BD)
     for phase in _phases(block):
         backward = phase == "backward"
         for span in _pass_spans(block, assigned, phase, 0.0):
-            start_s, stop_s = (begin_s + shares[0] * each for each in (span.start_s, span.stop_s))
+            start_s = begin_s + attention_share * span.start_s
+            stop_s = begin_s + attention_share * span.stop_s
             spans.append(replace(span, start_s=start_s, stop_s=stop_s))
-        begin_s += shares[0] * float(ring_finish_s(block.rings(assigned)[backward])[0])
-        added, begin_s = recurrent.spans(of_pass[backward], phase, begin_s, shares[1])
-        spans += added
+        begin_s += attention_share * float(ring_finish_s(block.rings(assigned)[backward])[0])
+        recurrent_spans, begin_s = recurrent.spans(times_of_passes[backward], phase, begin_s, recurrent_share)
+        spans += recurrent_spans
     return tuple(spans)
 
 
 def _phases(block: BlockPasses) -> tuple[str, ...]:
+    """Return the names of the phases of a block, in order."""
     return ("forward", "recompute", "backward") if block.passes[0].repeats == 2 else ("forward", "backward")
 
 
 def slowest_peer(cluster: Cluster, rank: int, ranks: Ints) -> int:
-    """The rank of ``ranks`` with which a rank exchanges most slowly."""
+    """Return the one of ``ranks`` that has the slowest link to ``rank`` in an all-to-all."""
     others = ranks[ranks != rank]
     node = cluster.node_of_rank
     return int(others[cluster.node_all_to_all_s_per_byte[node[rank], node[others]].argmax()])
 
 
 def _slowest_transfer(block: BlockPasses, assigned: AssignedWork, term: str) -> Bottleneck:
+    """Return the link with the longest transfer of KV in the ring, as the bottleneck of ``term``."""
     position = int((assigned.latency_BK + assigned.transfer_BK * assigned.work.length_BK.max())[0].argmax())
     edges = ring_edges(assigned.work.grouping, assigned.work.heads_BD, block.model.queries_per_kv_head)
     first = int(edges.starts[position])
@@ -115,6 +128,7 @@ def _slowest_transfer(block: BlockPasses, assigned: AssignedWork, term: str) -> 
 
 
 def _pass_spans(block: BlockPasses, assigned: AssignedWork, phase: str, begin_s: float) -> list[Span]:
+    """Return when each rank computes and transfers in the pass named ``phase``, which begins at ``begin_s``."""
     grouping, spans, backward = assigned.work.grouping, [], phase == "backward"
     number = int(backward)
     compute = block.compute(assigned.work)

@@ -1,10 +1,11 @@
-"""Objective of a plan: the time of an optimizer step, its money per token, or its energy per token.
+"""Objective that a search minimizes: the time of an optimizer step, its price per token, or its energy per token.
 
     time     seconds per step
-    cost     step x sum of price over devices with work / tokens of the step
-    energy   sum over devices with work of busy x watts + (step - busy) x idle watts, / tokens of the step
+    cost     step x (sum of the prices of devices with work) / tokens of the step
+    energy   sum over devices with work of (busy x watts + (step - busy) x idle watts) / tokens of the step
 
-Idle devices count nothing, so ``cost`` and ``energy`` may leave devices out; `ds_hetero.cost.price` says what they add.
+Devices without work count nothing, so a plan for ``cost`` or ``energy`` may leave devices out; `ds_hetero.cost.price`
+says what they add to the bill.
 """
 
 from __future__ import annotations
@@ -19,50 +20,59 @@ from ds_hetero.cost.power import idle_watts
 from ds_hetero.errors import PlanError
 
 OBJECTIVES = ("time", "cost", "energy")
-# Value of a plan whose step takes longer than is acceptable: above every value of an acceptable plan, whose unit is
-# seconds, money or joules. Chosen, never measured.
+# Value of a plan whose step takes longer than `Objective.at_most_s`: larger than the value of any acceptable plan,
+# whether in seconds, money or joules. Chosen, never measured.
 TOO_LONG = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Objective that the search makes small: linear in the step's time and in the time that devices compute."""
+    """Objective of a search: linear in the step's time and in the time that devices compute."""
 
     name: str  # one of `OBJECTIVES`
-    constant: float  # per second of the step, whichever devices work
-    per_s: tuple[float, ...]  # of each kind of device, per second of the step
-    per_busy_s: tuple[float, ...]  # of each kind of device, per second of computing
-    at_most_s: float | None = None  # longest step that is acceptable; None for any
+    constant: float  # value per second of the step, whichever devices work
+    per_s: tuple[float, ...]  # value per second of the step, for a working device of each kind
+    per_busy_s: tuple[float, ...]  # value per second of computing, for a device of each kind
+    at_most_s: float | None = None  # longest acceptable step; None for any
 
     @classmethod
     def of(cls, name: str, kinds: Sequence[DeviceSpec], tokens: int, at_most_s: float | None = None) -> Objective:
-        """Bind an objective to a cluster's devices. Raises `PlanError`: an unknown name, or no price or power."""
+        """Make the objective ``name`` from the prices, or the powers, of a cluster's kinds of devices.
+
+        Args:
+            tokens: tokens of an optimizer step.
+
+        Raises:
+            PlanError: the name is unknown, or a device has no price or power.
+        """
         zeros = (0.0,) * len(kinds)
         if name == "time":
             return cls(name, 1.0, zeros, zeros, at_most_s)
         if name == "cost":
-            prices = [_known(kind, "price_per_hour", name) for kind in kinds]
+            prices = [_required_field(kind, "price_per_hour", name) for kind in kinds]
             return cls(name, 0.0, tuple(p / SECONDS_PER_HOUR / tokens for p in prices), zeros, at_most_s)
         if name == "energy":
-            watts = [_known(kind, "watts", name) for kind in kinds]
+            load_watts = [_required_field(kind, "watts", name) for kind in kinds]
             idle = [idle_watts(kind) for kind in kinds]
-            busy = tuple((full - rest) / tokens for full, rest in zip(watts, idle, strict=True))
-            return cls(name, 0.0, tuple(rest / tokens for rest in idle), busy, at_most_s)
+            per_s = tuple(idle_w / tokens for idle_w in idle)
+            per_busy_s = tuple((load_w - idle_w) / tokens for load_w, idle_w in zip(load_watts, idle, strict=True))
+            return cls(name, 0.0, per_s, per_busy_s, at_most_s)
         raise PlanError(f"objective {shortened(name)} is unknown; it is one of {', '.join(OBJECTIVES)}.")
 
     def value(self, step_s: float, per_s: float, busy: float) -> float:
-        """Return the objective of a plan; at least `TOO_LONG` where its step takes too long, more the longer it takes.
+        """Return the value of a plan; if its step is too long, at least `TOO_LONG`, and more the longer it takes.
 
         Args:
-            per_s: sum of `per_s` over its devices.
-            busy: sum over its devices of `per_busy_s` x the seconds that they compute.
+            per_s: sum of `per_s` over the plan's devices.
+            busy: sum over the plan's devices of `per_busy_s` x the seconds that they compute.
         """
         if self.at_most_s is not None and step_s > self.at_most_s:
             return TOO_LONG * step_s / self.at_most_s
         return step_s * (self.constant + per_s) + busy
 
 
-def _known(device: DeviceSpec, field: str, objective: str) -> float:
+def _required_field(device: DeviceSpec, field: str, objective: str) -> float:
+    """Read a field that the objective needs. Raises `PlanError`: the device does not have it."""
     value: float | None = getattr(device, field)
     if value is None:
         raise PlanError(

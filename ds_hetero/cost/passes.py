@@ -1,7 +1,7 @@
-"""The two passes of one block, forward and backward, as the runtime runs them: from tokens and heads to times.
+"""Times of the two passes of one block, forward and backward, computed from every rank's tokens and heads.
 
-A pass is non-attention work, the exchanges of every group, and one trip of KV around the ring. `ring_finish_s` says
-when the slowest group is done.
+A pass consists of non-attention work, the all-to-alls of every group, and one trip of KV around the ring, which
+`ring_finish_s` ends with the slowest group.
 
 Dimension key: P passes (forward, backward), B assignments, D ranks, K groups in ring order.
 """
@@ -27,63 +27,87 @@ from ds_hetero.cost.terms.trained import restored_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
-PLACEHOLDER_TOKENS = 1  # of a rank without tokens, whose layers run as those of the others do
+PLACEHOLDER_TOKENS = 1  # tokens that a rank with an empty shard computes, so that it joins all collectives
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 WIDE = 4  # bytes of fp32
-MERGE_BYTES = 16  # per element of a partial result: read it and the running one, write back, in fp32 with a cast
+# Bytes moved to merge one element of a partial result: read it and the running sum, write back, in fp32 with a cast.
+MERGE_BYTES = 16
 
 
 class Pass(NamedTuple):
-    """Forward or backward of one block, linear in tokens and rows; arrays are ``[D]``."""
+    """Coefficients of the time of one block's forward or backward, linear in tokens and rows; arrays are ``[D]``.
+
+    A row is one token of one head of one sequence.
+    """
 
     name: str  # ``"forward"`` or ``"backward"``
-    repeats: int  # runs by a block; 2 forward with checkpointing, whose backward begins with it
-    token_s: Floats  # outside attention, per token
-    fixed_s: Floats  # outside attention, whatever the tokens
-    attention_s: Floats  # per query row (token x head x sequence) and key, full attention
-    host_s: Floats  # least time of the pass, that of the host to launch it
+    repeats: int  # runs per block: 2 for a forward that the backward repeats as a whole, by checkpointing
+    token_s: Floats  # seconds outside attention, per token
+    fixed_s: Floats  # seconds outside attention that do not depend on tokens
+    attention_s: Floats  # seconds of full attention per query row (token x head x sequence) and key
+    host_s: Floats  # time of the host to launch the pass, which takes at least that long
+
+    def after(self, recomputed: Pass) -> Pass:
+        """Return this backward with the part of the forward before it that is computed again: all but attention."""
+        return self._replace(
+            token_s=recomputed.token_s + self.token_s,
+            fixed_s=recomputed.fixed_s + self.fixed_s,
+            host_s=recomputed.host_s + self.host_s,
+        )
 
 
 class Work(NamedTuple):
-    """Values of tokens and heads from which both passes compute the time of each rank."""
+    """Tokens and heads of every rank under each assignment, and the rows and KV heads that follow from them."""
 
-    grouping: Grouping  # the groups
+    grouping: Grouping
     tokens_BD: Floats  # tokens of every rank
     heads_BD: Ints  # query heads of every rank
-    kv_heads_BD: Ints  # KV heads that these need
+    kv_heads_BD: Ints  # KV heads that these query heads need
     length_BK: Floats  # tokens of every group
     rows_BD: Floats  # query rows of a rank: tokens of its group x its heads x sequences
 
     def take(self, rows: Ints) -> Work:
-        """The work of some assignments."""
-        return Work._make([self.grouping, *(each.take(rows, axis=0) for each in self[1:])])
+        """Return the work of some assignments.
+
+        Args:
+            rows: indices of the assignments.
+        """
+        return Work._make([self.grouping, *(array.take(rows, axis=0) for array in self[1:])])
 
 
 class AssignedWork(NamedTuple):
-    """The work, and how long its bytes travel, ``[B, K]`` each."""
+    """Assignments with the times of their all-to-alls and ring transfers, ``[B, K]`` each."""
 
     work: Work
-    exchange_BK: Floats  # both all-to-alls of one pass, in seconds
-    latency_BK: Floats  # start-up of a ring transfer into a group
-    transfer_BK: Floats  # its seconds per token and byte of a KV head
-    shared_BK: Floats  # its least seconds per byte of a KV head, where others use the same NIC or switch
+    exchange_BK: Floats  # seconds of both all-to-alls of one pass
+    latency_BK: Floats  # seconds of start-up of a ring transfer into a group
+    transfer_BK: Floats  # seconds of this transfer per token and byte of a KV head
+    shared_BK: Floats  # least seconds of it per byte of a KV head, at a NIC or switch that other transfers use
 
 
 class Compute(NamedTuple):
-    """Computing time of the groups, forward and backward (P)."""
+    """Compute time of every group's slowest rank, forward and backward."""
 
-    non_attention_PBK: Floats  # time outside attention of the slowest rank
+    non_attention_PBK: Floats  # seconds outside attention
     length_BK: Floats  # tokens of every group
-    slope_PBK: Floats  # seconds of attention per token of a block
-    fixed_PBK: Floats  # and per block
-    contiguous_causal: bool  # whether a group computes less of some blocks than of others
+    slope_PBK: Floats  # seconds of attention per token of a KV block
+    fixed_PBK: Floats  # seconds of attention per KV block
+    contiguous_causal: bool  # whether a group computes only a part of some blocks, as its causal mask allows
 
     def take(self, rows: Ints) -> Compute:
-        """The computation of some of the assignments."""
-        return Compute._make(each if isinstance(each, bool) else each.take(rows, axis=-2) for each in self)
+        """Return the compute times of some assignments.
+
+        Args:
+            rows: indices of the assignments.
+        """
+        return Compute._make(field if isinstance(field, bool) else field.take(rows, axis=-2) for field in self)
 
     def least_s(self, exchange_BK: Floats | float) -> Floats:
-        """Times that the passes do not undercut whatever their rings' transfers take, ``[P, B]``."""
+        """Return lower bounds of both passes, in which the ring's transfers are free, ``[P, B]``.
+
+        Args:
+            exchange_BK: seconds of both all-to-alls of a pass.
+        """
         ready_PBK = self.non_attention_PBK + exchange_BK
         if not self.contiguous_causal:
             ready_PBK += self.slope_PBK * np.add.reduce(self.length_BK, axis=1, keepdims=True)
@@ -91,40 +115,68 @@ class Compute(NamedTuple):
         return np.asarray(np.maximum.reduce(ready_PBK, axis=2))
 
 
-def _passes(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float, int, int, float], ...]:
-    """Table of both passes: name, repeats, products, backward, attention's operations, operations computed again.
+class _PassCounts(NamedTuple):
+    """Work of one pass: numbers of runs, matmuls and FLOPs."""
 
-    A backward has two products for every weight, and one for a frozen one. What a checkpointed layer computes again
-    ends with the last tensor that it keeps, before the last product of torch's own linear; DeepSpeed's of ZeRO-3 keeps
-    its input behind the product, and adapters follow on it. Tiles of its MLP are computed again once, for both.
+    name: str  # ``"forward"`` or ``"backward"``
+    repeats: int  # runs per block
+    matmuls: float  # matmuls for each weight
+    backward: int  # 1 backward, 0 forward
+    attention_flops: int  # FLOPs of attention per query token, key token, head and element of a head
+    recomputed_flops: float  # FLOPs that the backward computes again, beyond the repeats of the forward
+
+
+def _pass_counts(model: ModelSpec, workload: Workload) -> tuple[_PassCounts, _PassCounts]:
+    """Count the work of the forward and of the backward.
+
+    A backward runs two matmuls for every weight, and one for a frozen weight. It recomputes a tiled MLP, unless
+    checkpointing repeats the forward anyway. Recomputation stops at the last tensor that the backward needs. In torch's
+    linear layer this is its input, which is saved before the matmul, so the last matmul of the MLP is not repeated.
+    DeepSpeed's linear layer under ZeRO-3 saves its input after the matmul, and adapters come after the matmul; in both
+    cases it is repeated.
     """
-    again = flops.mlp_flops(model) if workload.tiled_mlp and not workload.activation_checkpointing else 0.0
-    is_torchs_own = workload.zero_stage < 3 and not workload.adapter_rank
-    if (workload.tiled_mlp or workload.activation_checkpointing) and is_torchs_own:
-        again -= flops.last_product_flops(model)
-    products = flops.MATMUL_BACKWARD - (1 if workload.adapter_rank else 0)
-    return (
-        ("forward", 2 if workload.activation_checkpointing else 1, 1, 0, flops.ATTENTION_FORWARD_FLOPS, 0.0),
-        ("backward", 1, products, 1, flops.ATTENTION_BACKWARD_FLOPS, again),
+    recomputed = flops.mlp_flops(model) if workload.tiled_mlp and not workload.activation_checkpointing else 0.0
+    is_torch_linear = workload.zero_stage < 3 and not workload.adapter_rank
+    if (workload.tiled_mlp or workload.activation_checkpointing) and is_torch_linear:
+        recomputed -= flops.down_projection_flops(model)
+    forward = _PassCounts(
+        name="forward",
+        repeats=2 if workload.activation_checkpointing and not workload.keeps_attention else 1,
+        matmuls=1,
+        backward=0,
+        attention_flops=flops.ATTENTION_FORWARD_FLOPS,
+        recomputed_flops=0.0,
     )
+    backward = _PassCounts(
+        name="backward",
+        repeats=1,
+        matmuls=flops.MATMUL_BACKWARD - (1 if workload.adapter_rank else 0),
+        backward=1,
+        attention_flops=flops.ATTENTION_BACKWARD_FLOPS,
+        recomputed_flops=recomputed,
+    )
+    return forward, backward
 
 
 class BlockPasses:
-    """Times of both passes for one cluster, model and workload: the one formula of a layer.
+    """Times of both passes of an attention layer, for one cluster, model and workload.
 
     Args:
-        cluster: ranks, or one that stands for those that cut a layer.
-        cut: ranks that cut every layer by heads and columns, at the efficiency of narrower products; norms and
-            residuals are computed by each of them.
+        cluster: cluster of the ranks. With tensor parallelism it has one rank, which stands for all ranks that share a
+            layer.
+        cut: number of ranks that share every layer by tensor parallelism. Their matmuls are narrower; each rank
+            computes norms and residuals of the full width.
     """
 
     def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload, cut: int = 1) -> None:
         self.cluster, self.model, self.workload, self._cut = cluster, model, workload, cut
         self.rates = rates = AchievedRates.of(cluster, causal=workload.causal, head_dim=model.head_dim)
         self._unit_bytes = workload.micro_batch * model.head_dim * workload.element_bytes  # per token and head
-        self.passes = tuple(self._pass(*each) for each in _passes(model, workload))
-        per_pass = zip(*((each.token_s, each.fixed_s, each.attention_s) for each in self.passes), strict=True)
-        self._token_s_P1D, self._fixed_s_P1D, self._attention_s_P1D = (np.array(each)[:, None] for each in per_pass)
+        forward, backward = map(self._pass, _pass_counts(model, workload))
+        self.passes = forward, backward.after(forward) if workload.keeps_attention else backward
+        self._token_s_P1D = np.array([block_pass.token_s for block_pass in self.passes])[:, None]
+        self._fixed_s_P1D = np.array([block_pass.fixed_s for block_pass in self.passes])[:, None]
+        self._attention_s_P1D = np.array([block_pass.attention_s for block_pass in self.passes])[:, None]
         frozen = workload.adapter_rank > 0 and not workload.trains_embedding
         logits_s_D = flops.logit_flops(model, tiled=workload.has_loss_tiles, frozen=frozen) * rates.s_per_flop
         self.loss_s_per_token_D = workload.micro_batch * (
@@ -135,55 +187,65 @@ class BlockPasses:
             self.loss_s_per_token_D = self.loss_s_per_token_D + self.loss_fixed_s_D / workload.tile_tokens
         self._has_message_overhead = bool(cluster.message_overhead_s.any())
 
-    def _pass(self, name: str, repeats: int, products: float, backward: int, operations: int, again: float) -> Pass:
-        """One pass from its terms: a product's operations, elements of memory-bound kernels, the host's time.
+    def _pass(self, counts: _PassCounts) -> Pass:
+        """Compute the times of one pass from matmul FLOPs, bytes of memory-bound kernels and launches.
 
-        Gated models are counted as transformers runs them, kernel by kernel, unless Liger or a compiler joins these.
+        Gated models count as transformers runs them, one kernel per operation, unless Liger or torch.compile fuses
+        these, or a profile has measured the kernels of a layer together.
         """
         rates, model, work, cut = self.rates, self.model, self.workload, self._cut
+        backward, recomputed = counts.backward, counts.recomputed_flops
         is_eager = model.gated_mlp and not (work.fused_kernels or work.compiled)
         rank = work.adapter_rank
-        product_s = flops.matmul_flops(model) * products * rates.s_per_flop
-        beside_s = (flops.adapter_flops(model, rank) * (1 + backward) + again) * rates.s_per_flop
+        matmul_s = flops.matmul_flops(model) * counts.matmuls * rates.s_per_flop
+        further_s = (flops.adapter_flops(model, rank) * (1 + backward) + recomputed) * rates.s_per_flop
         elements = flops.adapter_elements(model, rank) / cut + flops.recomputed_elements(model, work) * backward / cut
-        if work.tiled_mlp:  # products are as slow as those of few tokens, gradients of weights add up tile by tile
+        if work.tiled_mlp:
+            # Matmuls of a tile have few tokens, so they are slower; gradients of weights are added tile by tile.
             tile_tokens = work.tile_tokens or MLP_TILE_TOKENS
-            of_tiles = flops.mlp_flops(model) * products + max(again, 0)
-            beside_s = beside_s + of_tiles * rates.s_per_flop * rates.half_tokens / tile_tokens
+            tiled_flops = flops.mlp_flops(model) * counts.matmuls + max(recomputed, 0)
+            further_s = further_s + tiled_flops * rates.s_per_flop * rates.half_tokens / tile_tokens
             if backward and not rank:
                 elements = elements + 3 * model.active_mlp_parameters / tile_tokens / cut
         copied_s = 0.0 if backward else checkpoint_copy_s_D(self.cluster.devices, model, work)
-        joined_s = flops.elementwise_elements(model, cut) * (1 + backward) * rates.memory_s_per_byte
+        elementwise_s = flops.elementwise_elements(model, cut) * (1 + backward) * rates.memory_s_per_byte
         if is_eager:
-            apart_s = flops.eager_elements(model, backward=bool(backward), cut=cut) * rates.copy_s_per_byte
-            joined_s = np.where(rates.is_profiled, joined_s, apart_s)
-        memory_s = elements * rates.copy_s_per_byte + joined_s
-        token_s = (product_s + beside_s) / cut + work.element_bytes * memory_s
-        restored_s = restored_bytes(model, work) / cut * rates.memory_s_per_byte
+            eager_s = flops.eager_elements(model, backward=bool(backward), cut=cut) * rates.copy_s_per_byte
+            elementwise_s = np.where(rates.is_profiled, elementwise_s, eager_s)
+        memory_s = elements * rates.copy_s_per_byte + elementwise_s
+        token_s = (matmul_s + further_s) / cut + work.element_bytes * memory_s
+        visible_share = flops.visible_share(model, work.seq_len)
+        dequantize_s = restored_bytes(model, work) / cut * rates.memory_s_per_byte
         return Pass(
-            name=name,
-            repeats=repeats,
+            name=counts.name,
+            repeats=counts.repeats,
             token_s=work.micro_batch * token_s + copied_s,
-            fixed_s=product_s * rates.half_tokens + (1 + backward) * rates.kernel_overhead_s + restored_s,
-            attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],
+            fixed_s=matmul_s * rates.half_tokens + (1 + backward) * rates.kernel_overhead_s + dequantize_s,
+            attention_s=visible_share
+            * counts.attention_flops
+            * model.head_dim
+            / rates.attention_flops_per_s[counts.name],
             host_s=(1 + backward) * launch_time_factor(work) * rates.layer_host_s,
         )
 
     def alone_s(self) -> Floats:
-        """Time of both passes on a rank that has all tokens and its cut of the heads, without exchanges, ``[P]``."""
-        outside_P = self.non_attention_s(np.array([[float(self.workload.seq_len)]]))[:, 0, 0]
-        least_P = [float(each.host_s[0]) for each in self.passes]
-        return np.asarray(np.maximum(outside_P + self.attention_alone_s(), least_P))
+        """Return the time of both passes on a rank with all tokens and 1 / ``cut`` of the heads, ``[P]``.
+
+        Such a rank has no all-to-alls.
+        """
+        non_attention_P = self.non_attention_s(np.array([[float(self.workload.seq_len)]]))[:, 0, 0]
+        host_s_P = [float(block_pass.host_s[0]) for block_pass in self.passes]
+        return np.asarray(np.maximum(non_attention_P + self.attention_alone_s(), host_s_P))
 
     def attention_alone_s(self) -> Floats:
-        """The part of it that is attention's, ``[P]``."""
-        whole = np.array([[float(self.workload.seq_len)]])
-        work = self.work(Grouping(self.cluster, [range(1)]), whole, np.array([[self.model.num_heads]]))
+        """Return attention's part of `alone_s`, ``[P]``."""
+        all_tokens = np.array([[float(self.workload.seq_len)]])
+        work = self.work(Grouping(self.cluster, [range(1)]), all_tokens, np.array([[self.model.num_heads]]))
         slope_P11, fixed_P11, _ = self.attention_s(work)
-        return np.asarray((slope_P11 * whole + fixed_P11)[:, 0, 0])
+        return np.asarray((slope_P11 * all_tokens + fixed_P11)[:, 0, 0])
 
     def work(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Work:
-        """The work that tokens and heads amount to."""
+        """Count the KV heads and query rows of every rank, and the tokens of every group, under each assignment."""
         length_BK = grouping.by_group(np.add, tokens_BD)
         return Work(
             grouping=grouping,
@@ -195,47 +257,56 @@ class BlockPasses:
         )
 
     def assigned(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> AssignedWork:
-        """The work of assignments with its exchanges and its transfers."""
+        """Compute the times of the all-to-alls and ring transfers of assignments."""
         work = self.work(grouping, tokens_BD, heads_BD)
         return self.with_transfers(work, self.exchange_s(work))
 
     def with_transfers(self, work: Work, exchange_BK: Floats) -> AssignedWork:
-        """Add the ring's transfers to the exchanges of `exchange_s`."""
+        """Add the times of ring transfers to those of all-to-alls, which `exchange_s` has computed."""
         per_kv_head = self.model.queries_per_kv_head
         transfers = ring_transfers_s(work.grouping, work.heads_BD, work.length_BK, per_kv_head)
         return AssignedWork(work, exchange_BK, *transfers)
 
     def compute(self, work: Work) -> Compute:
-        """Computing time of the groups in both passes."""
-        grouping, whole = work.grouping, self.workload.seq_len
+        """Return the compute time of the groups in both passes, see `Compute`."""
+        grouping, seq_len = work.grouping, self.workload.seq_len
         slope_PBD, fixed_PBD, contiguous_causal = self.attention_s(work)
         slope_PBK = grouping.by_group(np.maximum, slope_PBD)
-        total_PBK = grouping.by_group(np.maximum, slope_PBD * whole + fixed_PBD * grouping.num_groups)
+        # The rank with the largest slope need not be the slowest one. The fixed time is chosen so that a group takes
+        # the time of its slowest rank for all blocks together.
+        total_PBK = grouping.by_group(np.maximum, slope_PBD * seq_len + fixed_PBD * grouping.num_groups)
         return Compute(
             non_attention_PBK=grouping.by_group(np.maximum, self.non_attention_s(work.tokens_BD)),
             length_BK=work.length_BK,
             slope_PBK=slope_PBK,
-            fixed_PBK=(total_PBK - slope_PBK * whole) / grouping.num_groups,
+            fixed_PBK=(total_PBK - slope_PBK * seq_len) / grouping.num_groups,
             contiguous_causal=contiguous_causal,
         )
 
     def rings(self, assigned: AssignedWork, compute: Compute | None = None) -> list[RingCoefficients]:
-        """Both passes around the ring, of what the groups compute if that is known."""
+        """Return the terms of the ring's time as functions of the tokens of a KV block: forward, then backward.
+
+        Args:
+            compute: compute times of the assignments; None to compute them here.
+        """
         compute = compute or self.compute(assigned.work)
         return [self._ring(assigned, compute, backward=backward) for backward in (False, True)]
 
     def _ring(self, assigned: AssignedWork, compute: Compute, *, backward: bool) -> RingCoefficients:
-        number, num_groups = int(backward), compute.length_BK.shape[1]
+        """Return the terms of the ring's time in one pass, as functions of the tokens of a KV block."""
+        pass_index, num_groups = int(backward), compute.length_BK.shape[1]
         gradient_bytes = 2 * self.workload.micro_batch * self.model.head_dim * GRADIENT_ELEMENT_BYTES
         latency_BK, transfer_BK, shared_BK = assigned.latency_BK, assigned.transfer_BK, assigned.shared_BK
-        if backward:  # a transfer into p comes over the link from p to p + 1
-            following = np.arange(1, num_groups + 1) % num_groups
-            latency_BK, transfer_BK, shared_BK = (part[:, following] for part in (latency_BK, transfer_BK, shared_BK))
+        if backward:
+            # The ring turns the other way: group p receives from group p + 1, over the link by which p + 1 receives
+            # from p in the forward.
+            next_K = np.arange(1, num_groups + 1) % num_groups
+            latency_BK, transfer_BK, shared_BK = latency_BK[:, next_K], transfer_BK[:, next_K], shared_BK[:, next_K]
         return RingCoefficients(
-            start_s=compute.non_attention_PBK[number] + assigned.exchange_BK,
+            start_s=compute.non_attention_PBK[pass_index] + assigned.exchange_BK,
             length=compute.length_BK,
-            slope_s=compute.slope_PBK[number],
-            fixed_s=compute.fixed_PBK[number],
+            slope_s=compute.slope_PBK[pass_index],
+            fixed_s=compute.fixed_PBK[pass_index],
             latency_s=latency_BK,
             kv_s=transfer_BK * (2 * self._unit_bytes),
             gradient_s=transfer_BK * (gradient_bytes if backward else 0),
@@ -246,14 +317,21 @@ class BlockPasses:
         )
 
     def non_attention_s(self, tokens_BD: Floats) -> Floats:
-        """Time of every rank outside attention, ``[P, B, D]``; one without tokens computes one that stands for none."""
+        """Return the time of every rank outside attention, ``[P, B, D]``.
+
+        An empty shard takes the time of `PLACEHOLDER_TOKENS` tokens.
+        """
         return np.asarray(np.maximum(tokens_BD, PLACEHOLDER_TOKENS) * self._token_s_P1D + self._fixed_s_P1D)
 
     def attention_s(self, work: Work) -> tuple[Floats, Floats, bool]:
-        """Compute of every rank per token of the block and per block, ``[P, B, D]``, and whether blocks differ in kind.
+        """Compute attention's time on every rank, linear in the tokens of a KV block.
 
-        With more than one group partial results are merged in fp32, and backward adds up partial dK and dV; K - 1 hops
-        of the ring take the host's time, spread over the K blocks.
+        With several groups, partial results are merged in fp32, and the backward adds up partial dK and dV. The host's
+        time for the K - 1 transfers of the ring is spread over the K blocks.
+
+        Returns:
+            Seconds per token of a block, ``[P, B, D]``; seconds per block, ``[P, B, D]``; whether the groups are
+            contiguous under a causal mask, so that a group computes all, half or nothing of a block.
         """
         causal, num_groups, attention_s_P1D = self.workload.causal, work.grouping.num_groups, self._attention_s_P1D
         contiguous_causal = causal and num_groups > 1 and not work.grouping.zigzag
@@ -274,22 +352,25 @@ class BlockPasses:
         return slope_PBD, fixed_PBD, contiguous_causal
 
     def exchange_s(self, work: Work) -> Floats:
-        """Both all-to-alls of one pass, ``[B, K]``: q, k, v one way and the output the other (or their gradients).
+        """Return the time of both all-to-alls of one pass, ``[B, K]``: of q, k and v, and of the output.
 
-        Packing and unpacking reads and writes what is sent and received once more, and takes the host of every rank
-        some time whatever the bytes; single ranks exchange nothing.
+        In the backward the gradients travel instead, and take as long.
+
+        Packing and unpacking read and write all sent and received bytes once more. Each all-to-all also takes the
+        host's time, whatever the bytes. Groups of one rank exchange nothing.
         """
         grouping, tokens_BD, heads_BD, kv_heads_BD = work.grouping, work.tokens_BD, work.heads_BD, work.kv_heads_BD
         if grouping.num_groups == len(grouping.order):
             return np.zeros((len(tokens_BD), grouping.num_groups))
-        width_BD = heads_BD + 2 * kv_heads_BD  # q, k and v
-        both = exchange_s(
+        qkv_heads_BD = heads_BD + 2 * kv_heads_BD
+        # Both all-to-alls as rows of one call: the first B rows are q, k and v, the others the output.
+        transfer_s = exchange_s(
             grouping,
             np.concatenate([tokens_BD, tokens_BD]),
-            self._unit_bytes * np.concatenate([width_BD, heads_BD]).astype(np.float64),
+            self._unit_bytes * np.concatenate([qkv_heads_BD, heads_BD]).astype(np.float64),
         )
         model, length_BD = self.model, work.length_BK[:, grouping.group_of]
-        packed_BD = tokens_BD * (2 * model.num_heads + 2 * model.num_kv_heads) + length_BD * (width_BD + heads_BD)
-        copies_BK = grouping.by_group(np.maximum, 2 * self._unit_bytes * packed_BD * self.rates.memory_s_per_byte)
-        moved_BK = both[: len(tokens_BD)] + both[len(tokens_BD) :] + copies_BK
-        return np.where(grouping.sizes > 1, moved_BK + 2 * grouping.exchange_latency_s, 0.0)
+        packed_BD = tokens_BD * (2 * model.num_heads + 2 * model.num_kv_heads) + length_BD * (qkv_heads_BD + heads_BD)
+        copy_s_BK = grouping.by_group(np.maximum, 2 * self._unit_bytes * packed_BD * self.rates.memory_s_per_byte)
+        exchange_s_BK = transfer_s[: len(tokens_BD)] + transfer_s[len(tokens_BD) :] + copy_s_BK
+        return np.where(grouping.sizes > 1, exchange_s_BK + 2 * grouping.exchange_latency_s, 0.0)

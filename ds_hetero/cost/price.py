@@ -1,4 +1,4 @@
-"""Price of a training: money, energy, days and the share of the peaks (MFU). Idle devices are billed, too."""
+"""Price of a training run: money, energy, duration and MFU. Idle devices are billed, too."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ _HOURS_PER_DAY = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """Price of an optimizer step on all devices of a cluster."""
+    """Price of one optimizer step on all devices of a cluster."""
 
     step_s: float  # time of a step
-    tokens: int  # of a step
-    mfu: float  # operations that the model needs, without those computed twice, over the peaks of all devices
-    money: float | None  # for a step, in the currency of the devices' prices; None where one of them is not known
-    idle_money: float  # the part of it for devices without work
-    joules: float | None  # for a step; None where the power of a device is not known
-    num_devices: int  # that are paid for
-    num_idle: int  # of them without work
+    tokens: int  # tokens of a step
+    mfu: float  # FLOPs that the model needs, without recomputation, over the peak of all devices
+    money: float | None  # price of a step, in the currency of the devices' prices; None if a device has no price
+    idle_money: float  # the part of `money` that devices without work cost
+    joules: float | None  # energy of a step; None if the power of a device is unknown
+    num_devices: int  # devices that are paid for
+    num_idle: int  # devices without work among them
 
     @property
     def per_million_tokens(self) -> float | None:
-        """Money for a million tokens."""
+        """Price of a million tokens; None without prices."""
         return None if self.money is None else MILLION * self.money / self.tokens
 
     @property
     def kwh_per_million_tokens(self) -> float | None:
-        """Energy for a million tokens."""
+        """Energy for a million tokens in kWh; None without power."""
         return None if self.joules is None else MILLION * self.joules / self.tokens / JOULES_PER_KWH
 
     def training_s(self, tokens: float) -> float:
-        """Time of a training on so many tokens."""
+        """Seconds of training on so many tokens."""
         return tokens / self.tokens * self.step_s
 
     def lines(self, tokens: float) -> list[str]:
-        """Say it to people, with a training on so many tokens."""
+        """Describe the price in lines of text, for a training run on so many tokens."""
         training_s = self.training_s(tokens)
-        energy_of = "" if self.joules is None else f", {self.joules / self.step_s:,.0f} W on average"
+        power_text = "" if self.joules is None else f", {self.joules / self.step_s:,.0f} W on average"
         lines = [
             f"training:   {amount_text(tokens)} tokens take {duration_text(training_s)}; {100 * self.mfu:.1f} % of the "
-            f"peaks (MFU){energy_of}"
+            f"peaks (MFU){power_text}"
         ]
         if (per_million := self.kwh_per_million_tokens) is not None:
             lines.append(
@@ -62,6 +62,7 @@ class Price:
         return lines
 
     def _money_text(self, tokens: float) -> str:
+        """Describe the price in one line, for a training run on so many tokens."""
         assert self.money is not None
         per_token = self.money / self.tokens
         text = (
@@ -70,14 +71,14 @@ class Price:
         )
         if not self.num_idle:
             return text
-        left = MILLION * (self.money - self.idle_money) / self.tokens
+        without_idle = MILLION * (self.money - self.idle_money) / self.tokens
         return (
-            f"{text}, for all {self.num_devices} devices, the {self.num_idle} idle too; {left:,.3g} per million tokens "
-            "if those are not rented"
+            f"{text}, for all {self.num_devices} devices, the {self.num_idle} idle too; "
+            f"{without_idle:,.3g} per million tokens if those are not rented"
         )
 
     def to_dict(self, tokens: float) -> JsonDict:
-        """Plain data for ``--json``, with a training on so many tokens."""
+        """Return plain data for ``--json``, for a training run on so many tokens."""
         steps = tokens / self.tokens
         return {
             "mfu": self.mfu,
@@ -95,7 +96,7 @@ class Price:
 
 
 def amount_text(tokens: float) -> str:
-    """``1B``, ``300M``, or the number."""
+    """Write a number of tokens as ``1B``, ``300M`` or ``50,000``."""
     for unit, letter in ((BILLION, "B"), (MILLION, "M")):
         if tokens >= unit:
             return f"{tokens / unit:,.4g}{letter}"
@@ -103,7 +104,7 @@ def amount_text(tokens: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Days, or hours where a day is more than it takes."""
+    """Write a duration in days, or in hours if it is shorter than a day."""
     hours = seconds / SECONDS_PER_HOUR
     return f"{hours / _HOURS_PER_DAY:,.3g} days" if hours >= _HOURS_PER_DAY else f"{hours:,.3g} hours"
 
@@ -111,7 +112,13 @@ def duration_text(seconds: float) -> str:
 def price_of(
     devices: Sequence[DeviceSpec], busy: Mapping[int, float], step_s: float, tokens: int, flops_per_token: float
 ) -> Price:
-    """Price a step: ranks with work compute a ``busy`` share of it, `training_flops` for a token."""
+    """Return the price of a step on all devices.
+
+    Args:
+        devices: devices by rank.
+        busy: share of the step in which a rank computes, by rank; other ranks have no work.
+        flops_per_token: FLOPs that the model needs for a token: `training_flops`.
+    """
     hours = step_s / SECONDS_PER_HOUR
     prices = [device.price_per_hour for device in devices if device.price_per_hour is not None]
     watts = [
@@ -132,7 +139,7 @@ def price_of(
 
 
 def price_of_prediction(cost: CostModel, prediction: Prediction) -> Price:
-    """Price a step of one replica, whose ranks with work are those that compute."""
+    """Price the predicted step of one replica; ranks that compute nothing are idle."""
     busy = {rank: busy_s / prediction.block_s for rank, busy_s in enumerate(prediction.busy_s) if busy_s}
     work = cost.workload
     flops = training_flops(cost.model, work.seq_len, causal=work.causal)

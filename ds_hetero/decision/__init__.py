@@ -1,1 +1,1 @@
-"""Decisions of rank 0 at the start of a job: what the section asks for, the plan and its prediction. No torch."""
+"""Decisions of rank 0 at the start of a job: the plan that the section asks for, and its prediction. No torch."""

@@ -1,9 +1,9 @@
-"""``"batch"``: plain data parallelism in which every rank takes micro-batches of its own size. Imports no torch.
+"""Decide the batches of ``"batch"``: data parallelism in which every rank has its own micro-batch size.
 
     plan = plan_of_batches([6, 2], training, world_size=2)     # replicas of one rank; 8 samples a micro-step
 
-A list has the samples of every rank's micro-batch. ``"by_speed"`` begins with batches in proportion to the devices'
-memory; measured speeds change them later, and their sum stays.
+The value is a list with the samples of every rank's micro-batch, or ``"by_speed"``. The latter begins with batches in
+proportion to the devices' memory; measured speeds change them later, and their sum stays. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def plan_of_batches(
     world_size: int,
     memory_bytes: Sequence[int] = (),
 ) -> Plan:
-    """Return the plan of replicas of one rank each, whose micro-batches have these samples.
+    """Return the plan of a job with unequal batches: every rank is a replica with its own micro-batch size.
 
     Args:
-        memory_bytes: of every rank's device, for the first batches of ``"by_speed"``; without it they are equal.
+        batch: value of the key: samples of every rank's micro-batch, or ``"by_speed"``.
+        training: facts from ds_config.json, of which batch sizes are used.
+        memory_bytes: memory of every rank's device, for the first batches of ``"by_speed"``; without it they are equal.
 
     Raises:
         ConfigError: the list has another length than the ranks, or another sum than the configured global batch; or
@@ -43,7 +45,7 @@ def plan_of_batches(
     if isinstance(batch, str):
         if total is None:
             raise ConfigError(
-                f'{_KEY}: "by_speed" shares the global batch out, which the configuration does not say. Give '
+                f'{_KEY}: "by_speed" divides the global batch over the ranks, and the configuration has none. Give '
                 '"train_micro_batch_size_per_gpu", the mean over the ranks, or "train_batch_size".'
             )
         # As if speeds were proportional to memory; a rank's first batches must fit before any speed is known.
@@ -51,8 +53,8 @@ def plan_of_batches(
         sizes = balanced_batches(total, s_per_sample, [total] * world_size)
         if sum(sizes) > total:  # every rank gets one sample, and there are fewer samples than ranks
             raise ConfigError(
-                f'{_KEY}: "by_speed" has {total} samples for {world_size} ranks, of which every one takes at least '
-                "one. Make the global batch larger, or start fewer processes."
+                f'{_KEY}: "by_speed" has {total} samples for {world_size} ranks, and every rank takes at least one. '
+                "Make the global batch larger, or start fewer processes."
             )
     else:
         sizes = tuple(batch)
@@ -66,35 +68,39 @@ def plan_of_batches(
     return Plan.of_replicas(schedules_for_world(ulysses(1, 1, 1), world_size), split)
 
 
-def balanced_batches(total: int, s_per_sample: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Return the samples of every rank with which the slowest rank takes the least time; each rank gets at least one.
+def balanced_batches(total: int, s_per_sample: Sequence[float], limits: Sequence[int]) -> tuple[int, ...]:
+    """Share ``total`` samples so that the slowest rank takes the least time; each rank gets at least one.
 
-    Samples are given out one by one, to the rank that would finish with it first. That is the optimum: any other choice
-    ends no earlier. With 1 s and 2 s per sample, 6 samples become 4 and 2 (4 s each).
+    Samples are given out one by one, each to the rank that would finish it first. This is optimal: no other choice ends
+    earlier. With 1 s and 2 s per sample, 6 samples become 4 and 2 (4 s each).
 
     Args:
         s_per_sample: seconds per sample on every rank.
-        most: samples that fit into every rank's memory; together at least ``total``.
+        limits: samples that fit into every rank's memory; together at least ``total``.
     """
-    sizes = [1] * len(most)
+    sizes = [1] * len(limits)
     # (seconds with one sample more, rank) of the ranks that can take one more; ties go to the lower rank.
-    next_ends_s = [(2 * seconds, rank) for rank, seconds in enumerate(s_per_sample) if most[rank] > 1]
+    next_ends_s = [(2 * seconds, rank) for rank, seconds in enumerate(s_per_sample) if limits[rank] > 1]
     heapq.heapify(next_ends_s)
     for _ in range(total - len(sizes)):
         _, rank = heapq.heappop(next_ends_s)
         sizes[rank] += 1
-        if sizes[rank] < most[rank]:
+        if sizes[rank] < limits[rank]:
             heapq.heappush(next_ends_s, ((sizes[rank] + 1) * s_per_sample[rank], rank))
     return tuple(sizes)
 
 
 def as_whole(model: ModelFacts) -> ModelFacts:
-    """Return the facts of a model of which every rank runs all; the schedules of `plan_of_batches` have one head."""
+    """Return the facts for ranks that each run the whole model; one head stands for all, since none is split."""
     return replace(model, num_heads=1, num_kv_heads=1, is_split=False)
 
 
 def _micro_step_samples(training: TrainingFacts, steps: int, world_size: int) -> int | None:
-    """Samples of all ranks together in a micro-step; None if the configuration does not set them."""
+    """Return the samples of all ranks together in a micro-step; None if the configuration does not set them.
+
+    Args:
+        steps: micro-batches of an optimizer step.
+    """
     if training.micro_batch_size is not None:
         return training.micro_batch_size * world_size
     if training.train_batch_size is None:
@@ -102,13 +108,14 @@ def _micro_step_samples(training: TrainingFacts, steps: int, world_size: int) ->
     samples, remainder = divmod(training.train_batch_size, steps)
     if remainder:
         raise ConfigError(
-            f"train_batch_size {training.train_batch_size} is not a multiple of gradient_accumulation_steps {steps}."
+            f"train_batch_size {training.train_batch_size} is not a multiple of gradient_accumulation_steps {steps}. "
+            "Change one of the two."
         )
     return samples
 
 
 def _expect_total(sizes: Sequence[int], training: TrainingFacts, steps: int, world_size: int) -> None:
-    """Refuse a configured batch that contradicts the list; a mean may be rounded. Raises `ConfigError`."""
+    """Raise `ConfigError` if the list disagrees with a configured batch size, which may be a rounded mean of ranks."""
     total = sum(sizes)
     micro_batch = training.micro_batch_size
     global_batch = training.train_batch_size

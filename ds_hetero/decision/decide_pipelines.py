@@ -1,4 +1,4 @@
-"""Decision on the pipelines of a job with ``"parallel": "full"``: for rank 0 at the start, and ``ds-hetero doctor``.
+"""Decide the pipelines of a job with ``"parallel": "full"``: for rank 0 at the start, and for ``ds-hetero doctor``.
 
 Nothing here runs collectives, asks devices or knows a framework: the same facts give the same plan everywhere. Imports
 no torch.
@@ -31,28 +31,29 @@ _ADAM_BYTES = 3 * FP32_BYTES  # value and two moments of an owned element
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """Facts of a job that searches for pipelines."""
+    """Facts of a job, with the kinds of stages that its model cannot have; the search for pipelines needs both."""
 
     job: JobFacts  # section, model and training
-    no_inners: Mapping[str, str]  # by kind of stage that this model cannot have ("tensor", "sequence"): the reason
+    # The reason why this model cannot have stages of a kind ("tensor", "sequence"), by that kind.
+    impossible_stage_kinds: Mapping[str, str]
 
     @property
-    def inners(self) -> tuple[str, ...]:
+    def stage_kinds(self) -> tuple[str, ...]:
         """Kinds of stages with several ranks that this model can have."""
-        return tuple(inner for inner in INNERS if inner not in self.no_inners)
+        return tuple(inner for inner in INNERS if inner not in self.impossible_stage_kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedPipelines:
-    """Result of the search for pipelines."""
+    """The plan that the search for pipelines has found, with its prediction and the facts that it is for."""
 
     plan: Plan  # of all ranks
     planned: PlannedPipelines  # the plan with its prediction, baselines and reasons
-    facts: PipelineFacts  # of the job that searched
+    facts: PipelineFacts  # facts of the job
 
 
 def check_pipeline_section(section: HeterogeneitySection) -> None:
-    """Refuse keys that pipelines do not follow. Raises `ConfigError`: names key, value and remedy."""
+    """Raise `ConfigError` for a key of the section that pipelines refuse; the message has key, value and remedy."""
     for path, value, key in _active_keys(section):
         if key.refused:
             raise ConfigError(
@@ -61,10 +62,10 @@ def check_pipeline_section(section: HeterogeneitySection) -> None:
 
 
 def idle_keys(section: HeterogeneitySection, plan: Plan) -> list[str]:
-    """Return a sentence for every key of the section without an effect on some stages of a plan."""
+    """Return a sentence for every key of the section that has no effect on some stages of a plan."""
     sentences = []
     for path, _, key in _active_keys(section):
-        for inner in inners_of(plan):
+        for inner in stage_kinds_of(plan):
             if inner in key.idle:
                 sentences.append(
                     f'"{SECTION}.{path}" has no effect in stages with "inner": "{inner}": {key.idle[inner]}'
@@ -72,7 +73,7 @@ def idle_keys(section: HeterogeneitySection, plan: Plan) -> list[str]:
     return sentences
 
 
-def inners_of(plan: Plan) -> tuple[str, ...]:
+def stage_kinds_of(plan: Plan) -> tuple[str, ...]:
     """Return the kinds of a plan's stages, in the order of `INNER`."""
     present: set[str] = set()
     for pipeline in plan.pipelines:
@@ -109,37 +110,42 @@ def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
             "is given the batch of a whole optimizer step, and the plan says how many micro-batches that is. Set it "
             "to 1, or leave it out."
         )
-    written = {}
+    configured = {}  # batch sizes that ds_config.json sets, by key
     if training.train_batch_size is not None:
-        written["train_batch_size"] = training.train_batch_size
+        configured["train_batch_size"] = training.train_batch_size
     if training.micro_batch_size is not None:
-        written["train_micro_batch_size_per_gpu"] = training.micro_batch_size
+        configured["train_micro_batch_size_per_gpu"] = training.micro_batch_size
     if plan is not None:
         assert plan.batch_split is not None
         samples = plan.batch_split.samples
-        for key, value in written.items():
+        for key, value in configured.items():
             if value != samples:
                 raise ConfigError(
                     f'"{key}" is {value}, but the pipelines of the plan take {samples} sequences per optimizer step. '
                     f"Every rank is given the global batch: set it to {samples}, or leave it out."
                 )
         return samples
-    if not written:
+    if not configured:
         raise ConfigError(
             '"parallel": "full" shares the sequences of an optimizer step among pipelines, and ds_config.json does not '
             'say how many there are. Set "train_batch_size" to the global batch.'
         )
-    if len(set(written.values())) > 1:
-        listed = " and ".join(f'"{key}" is {value}' for key, value in written.items())
+    if len(set(configured.values())) > 1:
+        listed = " and ".join(f'"{key}" is {value}' for key, value in configured.items())
         raise ConfigError(
             f'{listed}. With "parallel": "full" all ranks are one worker, whose batch is the global one: make them '
             "equal, or leave one out."
         )
-    return next(iter(written.values()))
+    return next(iter(configured.values()))
 
 
 def check_pipelines_searchable(facts: JobFacts) -> None:
-    """Refuse jobs whose search must fail on any devices. Raises `ConfigError`, or `ModelError`: no cost model."""
+    """Raise an error if a search for pipelines cannot succeed on any devices.
+
+    Raises:
+        ConfigError: a key of the section is not supported, or there is no global batch.
+        ModelError: no cost model describes the model.
+    """
     check_pipeline_section(facts.section)
     global_batch_of(facts.training)
     _spec_of(facts)
@@ -172,13 +178,14 @@ def search_pipelines(
         _spec_of(job),
         workload,
         global_batch_of(job.training),
-        inners=facts.inners,
+        inners=facts.stage_kinds,
         planner=section.planner,
     )
     return SearchedPipelines(plan=planned.plan.with_layers(), planned=planned, facts=facts)
 
 
 def _spec_of(facts: JobFacts) -> ModelSpec:
+    """Return the shape of the model. Raises `ModelError`: no cost model describes it."""
     if facts.model.spec is None:
         raise ModelError(
             f'{facts.model.no_spec_reason} So no pipelines can be searched for: give "{SECTION}.schedule" a plan file.'
@@ -191,7 +198,8 @@ def pipelines_workload(
 ) -> Workload:
     """Return the workload of one pipeline, without batches. Raises `PlanError`: the tokens of a sequence are unknown.
 
-    The owner of an element keeps its value and optimizer state in fp32, whatever the data type of the parameters.
+    The owner of an element keeps its value and optimizer state in fp32, whatever the data type of the parameters. These
+    bytes are per trained parameter if the model has adapters, else averages over all parameters.
 
     Args:
         seq_len: tokens of a sequence, used if the section does not set them.
@@ -199,6 +207,7 @@ def pipelines_workload(
     """
     model = facts.model if facts.model.max_seq_len else replace(facts.model, max_seq_len=seq_len)
     work = workload_of(replace(facts, model=model), 1, on_host=on_host)
+    trained_share = 1.0 if model.adapter_rank else model.trained_share
     return replace(
         work,
         seq_len=facts.section.seq_len or seq_len or work.seq_len,
@@ -207,8 +216,11 @@ def pipelines_workload(
         zero_stage=1,
         zero_weights=None,
         activation_checkpointing=work.activation_checkpointing if checkpointing is None else checkpointing,
-        optimizer_bytes=_ADAM_BYTES * model.trained_share,
-        gradient_bytes=FP32_BYTES * model.trained_share,
+        optimizer_bytes=_ADAM_BYTES * trained_share,
+        gradient_bytes=FP32_BYTES * trained_share,
+        adapter_rank=model.adapter_rank,
+        trains_embedding=model.trains_embedding,
+        quantization=model.quantization,
         offload_optimizer=False,
         offload_parameters=False,
     )

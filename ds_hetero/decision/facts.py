@@ -1,4 +1,4 @@
-"""Facts of section, model and training for the start of a job, and the cost models' workload made from them.
+"""Facts on the section, the model and the training that the start of a job needs, and the workload made from them.
 
 Each framework's folder in `ds_hetero.frameworks` reads the facts once; nothing in this package sees a DeepSpeed
 configuration or a transformers model. Imports no torch.
@@ -31,18 +31,23 @@ class ModelFacts:
     element_bytes: int = 2  # of ``dtype``
     max_seq_len: int | None = None  # tokens of its longest sequence; None if the configuration does not say
     trained_share: float = 1.0  # share of its parameters that are trained
-    causal: bool = True  # whether its attention is causal
-    checkpointing: bool = False  # whether the activations of every layer are checkpointed
-    offloads_checkpoints: bool = False  # whether checkpointed activations are offloaded to the host
-    head_dim: int | None = None  # of the widest heads, if layers differ; None if the configuration does not say
+    # Rank of LoRA adapters on all matrices of a layer that have as many weights as the model's adapters; 0 without any.
+    adapter_rank: int = 0
+    trains_embedding: bool = False  # True: embedding or head are trained beside adapters
+    # Format of the frozen weights, a key of `ds_hetero.models.trained_weights.QUANTIZATIONS`; None if not quantized.
+    quantization: str | None = None
+    causal: bool = True  # True: attention is causal
+    checkpointing: bool = False  # True: activations of every layer are checkpointed
+    offloads_checkpoints: bool = False  # True: checkpointed activations are offloaded to the host
+    head_dim: int | None = None  # elements of a query head, of the widest if layers differ; None if unknown
     softcap: float | None = None  # bound of its attention scores, see `kernels.Scores`; None for no bound
-    is_split: bool = True  # whether ranks share its sequences by our attention; False if every rank runs whole samples
+    is_split: bool = True  # True: ranks share sequences; False: every rank runs whole samples
 
     def expect_spec(self, *, by_memory: bool = False) -> ModelSpec:
-        """Return the shape. Raises `ModelError`: no cost model describes the model's layers.
+        """Return ``spec``. Raises `ModelError`: no cost model describes the model's layers.
 
         Args:
-            by_memory: whether ``"zero_partition": "memory"`` needs the shape, and not the search for a schedule.
+            by_memory: True if ``"zero_partition": "memory"`` needs the shape, False if a search does; for the message.
         """
         if self.spec is None and by_memory:
             raise ModelError(
@@ -65,14 +70,14 @@ class TrainingFacts:
     train_batch_size: int | None = None  # sequences of an optimizer step over all replicas, if given
     micro_batch_size: int | None = None  # sequences of a micro-batch, if given
     accumulation_steps: int | None = None  # micro-batches of an optimizer step, if given
-    mixed_precision: str | None = None  # data type in which layers are computed, if it is not the model's own
-    autocast: str | None = None  # data type in which torch's autocast computes products, if it is on
-    accumulates_in_fp32: bool = False  # gradients are accumulated in fp32 whatever ``mixed_precision`` is
-    offloads_optimizer: bool = False  # optimizer states are kept off the device
-    offloads_parameters: bool = False  # parameters are kept off the device
-    sp_size: int | None = None  # sequence-parallel size as written; `sp_size_of` checks it
+    mixed_precision: str | None = None  # data type in which layers are computed; None for the model's own
+    autocast: str | None = None  # data type in which torch's autocast computes matmuls; None if it is off
+    accumulates_in_fp32: bool = False  # True: gradients are accumulated in fp32
+    offloads_optimizer: bool = False  # True: optimizer state is offloaded
+    offloads_parameters: bool = False  # True: parameters are offloaded
+    sp_size: int | None = None  # sequence-parallel size of the configuration; `sp_size_of` checks it
     optimizer: str = ""  # name of the optimizer, empty if the script makes it
-    buffers: Buffers = field(default_factory=Buffers)  # DeepSpeed's
+    buffers: Buffers = field(default_factory=Buffers)  # sizes of DeepSpeed's communication buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +94,13 @@ FP32_BYTES, MIXED_PRECISION_BYTES = 4, 2
 
 
 def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workload:
-    """Build the workload of one replica. Raises `PlanError`: the tokens of a sequence are unknown.
+    """Return the workload of one replica. Raises `PlanError`: the tokens of a sequence are unknown.
 
-    The optimizer is taken to be Adam, whichever it is.
+    Memory is counted as for Adam, whichever optimizer is configured.
 
     Args:
-        facts: of the job; the section's ``seq_len``, ``zero_partition``, ``zero_within`` and ``tile_tokens`` are used.
+        facts: section, model and training of the job; of the section only ``seq_len``, ``zero_partition``,
+            ``zero_within`` and ``tile_tokens`` are read.
         on_host: whether devices are CPUs, so that nothing can be offloaded to the host.
     """
     section, model, training = facts.section, facts.model, facts.training
@@ -133,11 +139,12 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
 
 
 def _seq_len(facts: JobFacts) -> int:
+    """Return the tokens of a sequence. Raises `PlanError`: neither the section nor the model has them."""
     seq_len = facts.section.seq_len or facts.model.max_seq_len
     if seq_len is None:
         raise PlanError(
             f'"{SECTION}.seq_len" is missing, and {facts.model.name} has no max_position_embeddings. '
-            'Give the tokens of a sequence that are to be planned for, such as "seq_len": 32768.'
+            'Give the tokens of the sequences that you train, such as "seq_len": 32768.'
         )
     return seq_len
 

@@ -2,14 +2,15 @@
 
     | tensor 0 | tensor 1 | ... | pickle of (index: dtype, shape and offset of every tensor; pickled state)
 
-When each tensor is copied:
+These methods copy tensors:
 
-    write_now    by the training thread, which waits: all that the script may change, such as buffers
-    take_now     the same to this process's memory, if the segment has no pages yet: page faults would take long
-    write_held   by the saving thread: tensors that only an optimizer step changes, such as master weights. The engine
-                 begins no step before this is done.
+    write_now           by the training thread, which waits: all tensors that the script may change, such as buffers
+    copy_to_host_now    the same, but to memory of this process, if the segment has no pages yet: page faults are slow
+    write_deferred      by the saving thread: tensors that only an optimizer step changes, such as master weights. The
+                        engine begins no step before this is done.
 
-A script could still change such a "held" tensor in place. Its version counter shows that, and the copy does not count.
+A script could still change a deferred tensor in place. The tensor's version counter shows the change, and the content
+is then invalid.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class Content:
 
     Args:
         state: any object that pickle can write.
-        held: addresses of tensors that only an optimizer step changes; `write_held` copies them.
-        note_changed: called with the addresses of held tensors that the script has changed before they were copied.
+        deferred: addresses of tensors that only an optimizer step changes; `write_deferred` copies them.
+        note_changed: called with the addresses of deferred tensors that the script changed before they were copied.
     """
 
     def __init__(
         self,
         state: Any,
-        held: Collection[int] = (),
+        deferred: Collection[int] = (),
         note_changed: Callable[[set[int]], None] = lambda _: None,
     ) -> None:
         self._note_changed = note_changed
@@ -70,37 +71,38 @@ class Content:
             end = start + tensor.numel() * tensor.element_size()
             index.append((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
             address = tensor.data_ptr()
-            is_held = address in held and not tensor.is_inference()  # an inference tensor has no version counter
-            self._entries.append(_Entry(tensor, address, start, tensor._version if is_held else None))
+            # An inference tensor has no version counter.
+            is_deferred = address in deferred and not tensor.is_inference()
+            self._entries.append(_Entry(tensor, address, start, tensor._version if is_deferred else None))
         self._index = pickle.dumps((index, rest.getvalue()))
         self._end = end
 
     @property
     def num_bytes(self) -> int:
-        """Length of the content."""
+        """Length of the content in bytes."""
         return self._end + len(self._index)
 
     @property
     def index_bytes(self) -> int:
-        """Length of the pickled part."""
+        """Length of the pickled part in bytes."""
         return len(self._index)
 
     def write_now(self, room: memoryview) -> None:
-        """Copy the tensors that are not held, and the pickled part. Afterwards the script may change them."""
+        """Copy the tensors that are not deferred, and the pickled part. Afterwards the script may change them."""
         for entry in self._entries:
             if entry.version is None:
                 _write(entry, room)
         self._entries = [entry for entry in self._entries if entry.version is not None]
         room[self._end : self.num_bytes] = self._index
 
-    def take_now(self) -> None:
-        """Copy the tensors that are not held to memory of this process; `write_now` then copies from there."""
+    def copy_to_host_now(self) -> None:
+        """Copy the tensors that are not deferred to memory of this process; `write_now` then copies from there."""
         for entry in self._entries:
             if entry.version is None:
                 entry.tensor = entry.tensor.to("cpu", copy=True)
 
-    def write_held(self, room: memoryview) -> bool:
-        """Copy the held tensors. Return False if one was changed since the capture: the content is then invalid."""
+    def write_deferred(self, room: memoryview) -> bool:
+        """Copy the deferred tensors. Return False if one was changed since the capture: the content is then invalid."""
         for entry in self._entries:
             _write(entry, room)
         # Versions are compared after the copy, so that a change during the copy is seen, too.
@@ -150,12 +152,12 @@ _tensors: ContextVar[list[Tensor]] = ContextVar("_tensors")
 
 
 def _tensor(number: int) -> Tensor:
-    """Return a tensor by its number; contents in memory name this function, so its module and name must stay."""
+    """Return a tensor by its number. Pickles of earlier saves name this function, so its module and name must stay."""
     return _tensors.get()[number]
 
 
 def read_content(segment: Path | int, header: Header) -> Any:
-    """Load the state in a segment. The caller has checked it by `is_undamaged`, because it is unpickled here.
+    """Load the state in a segment, which is unpickled: the caller has to have checked it by `is_undamaged`.
 
     Args:
         segment: its file, or a descriptor.

@@ -1,6 +1,6 @@
 """Resume from the newest save of which all parts are in the memory of the nodes of this world.
 
-1. Every rank asks its node's keeper for the segments there; the ranks exchange the answers.
+1. Every rank asks its node's server for the segments there; the ranks exchange the answers.
 2. The newest complete save is fetched to every node, and each part is checked (`ds_hetero.elastic.part_fetching`).
 3. If a part is damaged on any node, the next older complete save is tried.
 4. The state is loaded. Segments stay until this world has committed a save itself, so that a death during the
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ds_hetero.elastic.content import read_content
 from ds_hetero.elastic.node.place import TOKEN
 from ds_hetero.elastic.part_fetching import NodeSegments, Parts, fetch_parts, segments_of_node
-from ds_hetero.elastic.save_rules import Holding, whole_saves
+from ds_hetero.elastic.save_rules import PartCopy, complete_saves
 from ds_hetero.elastic.segments import Save
 from ds_hetero.elastic.worker import Worker
 from ds_hetero.errors import CheckpointError
@@ -36,8 +36,8 @@ class LoadedSave:
     """A save that was read from memory."""
 
     save: Save
-    contents: tuple[Any, ...]  # the state of every rank of the world that made it
-    fetched_bytes: int  # from other nodes
+    contents: tuple[Any, ...]  # the state of every rank of the world that made the save
+    fetched_bytes: int  # by this rank, from other nodes
     seconds: float  # for the search and the fetch
 
 
@@ -45,11 +45,11 @@ class LoadedSave:
 class SavesInMemory:
     """Saves in the memory of all nodes."""
 
-    newest: LoadedSave | None  # the newest one that is complete and undamaged
-    models: dict[str, str]  # place of one segment of every model, by the model's fingerprint; complete or not
+    newest: LoadedSave | None  # the newest save that is complete and undamaged
+    models: dict[str, str]  # place of one segment of every model, also of incomplete saves, by the model's fingerprint
 
     def expect(self, model: str, worker: Worker) -> None:
-        """Refuse to go on if the memory holds saves of another model.
+        """Raise an error if the memory holds saves of another model.
 
         Args:
             model: fingerprint of the model that this job trains.
@@ -79,9 +79,10 @@ def find_newest(worker: Worker, group: dist.ProcessGroup) -> SavesInMemory:
     """
     begin_s = time.perf_counter()
     segments_of_ranks = on_all_ranks(lambda: segments_of_node(worker), group)
-    nodes = {of_rank.node: of_rank for of_rank in segments_of_ranks}  # ranks of one node have the same answer
+    # Ranks of one node have got the same answer.
+    nodes = {rank_segments.node: rank_segments for rank_segments in segments_of_ranks}
     models = _models(nodes)
-    for save, places in whole_saves(_holdings(nodes)):
+    for save, places in complete_saves(_copies_of_parts(nodes)):
         parts_by_rank = on_all_ranks(partial(fetch_parts, worker, nodes, places), group)
         parts = parts_by_rank[dist.get_rank(group)]
         if parts is not None and None not in parts_by_rank:
@@ -90,8 +91,8 @@ def find_newest(worker: Worker, group: dist.ProcessGroup) -> SavesInMemory:
             return SavesInMemory(LoadedSave(save, contents, parts.fetched_bytes, seconds), models)
         if dist.get_rank(group) == 0:
             logger.warning(
-                "the save of step %d cannot be used: a part of it is damaged, or was signed with another token (%s, or "
-                "the one in the cache folder, has to be that of the job that made it). An older save is tried next.",
+                "the save of step %d is damaged, or was signed with another token; trying an older save. If all fail, "
+                "set %s, or the token in the cache folder, to that of the job that made them.",
                 save.step,
                 TOKEN,
             )
@@ -101,19 +102,19 @@ def find_newest(worker: Worker, group: dist.ProcessGroup) -> SavesInMemory:
 def _models(nodes: Mapping[str, NodeSegments]) -> dict[str, str]:
     """Return the place of one segment of every model, by the model's fingerprint."""
     models = {}
-    for node, of_node in nodes.items():
-        for name, header in of_node.segments:
+    for node, node_segments in nodes.items():
+        for name, header in node_segments.segments:
             models[header.model] = f"{node}: {name}"
     return models
 
 
-def _holdings(nodes: Mapping[str, NodeSegments]) -> list[Holding]:
+def _copies_of_parts(nodes: Mapping[str, NodeSegments]) -> list[PartCopy]:
     """Return all segments of all nodes, with their places."""
-    holdings = []
-    for node, of_node in nodes.items():
-        for name, header in of_node.segments:
-            holdings.append(Holding(header.save, header.rank, (node, name)))
-    return holdings
+    copies_of_parts = []
+    for node, node_segments in nodes.items():
+        for name, header in node_segments.segments:
+            copies_of_parts.append(PartCopy(header.save, header.rank, (node, name)))
+    return copies_of_parts
 
 
 def _read(parts: Parts) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ Order of writing, so that a process which is killed at any byte leaves a dirty o
 The HMAC, by the job's token over header and content, is checked before any of the content is unpickled. It shows
 damage, and segments of other users. Pages are reused from save to save.
 
-Imports no torch, because the keeper of a node runs without it.
+Imports no torch, because the server of a node runs without it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def read_header(segment: Path | int) -> Header | None:
 
 
 def is_undamaged(segment: Path | int, header: Header, token: bytes) -> bool:
-    """Return True if the HMAC in the header is that of the segment's content."""
+    """Return True if the segment's content has the HMAC in the header."""
     try:
         with (
             opened(segment) as descriptor,

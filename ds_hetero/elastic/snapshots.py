@@ -1,8 +1,8 @@
-"""Snapshots of a running job: taken every k steps, copied by a thread, sent to other nodes, committed by agreement.
+"""Take snapshots of a running job every k steps: a thread copies them and sends them to other nodes.
 
     before_step()   wait until the thread has copied all tensors that the step will change
-    after_step()    one all-reduce; every k steps, commit the newest save that all ranks have, and start the next one.
-                    Tensors that the script may change are copied before it returns, see `content`
+    after_step()    one all-reduce; every k steps, commit the newest save that all ranks have, and start the next save.
+                    It returns when the tensors that the script may change are copied, see `content`
 
 Timeline of one rank, k = 2 (S4: save of the state after step 4):
 
@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from ds_hetero.common.text import unlike_bytes_texts
 from ds_hetero.elastic.content import Content
-from ds_hetero.elastic.node.keeper_requests import REQUEST_TIMEOUT_S, put
+from ds_hetero.elastic.node.node_server_requests import REQUEST_TIMEOUT_S, put
 from ds_hetero.elastic.node.place import is_full
 from ds_hetero.elastic.node.wire import Message, Wire, connect
-from ds_hetero.elastic.pace import Pace
-from ds_hetero.elastic.save_rules import SLOTS, Part, choose_slot, place_copies
+from ds_hetero.elastic.save_interval import SaveInterval
+from ds_hetero.elastic.save_rules import SLOTS, Part, choose_copy_nodes, choose_slot
 from ds_hetero.elastic.segments import (
     GROWTH_BYTES,
     HEADER_BYTES,
@@ -49,16 +49,16 @@ from ds_hetero.runtime.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)
 
-_FIRST_EVERY = 1  # steps between saves, until the cost of a save and of a step has been measured
-# The first try uses the open connection. The others give a keeper that was killed 1.5 s; it restarts in one second.
+_FIRST_INTERVAL = 1  # steps between saves, until the cost of a save and of a step has been measured
+# The first try uses the open connection. The other tries give a killed node server 1.5 s; it restarts in one second.
 _SEND_TRIES = 4
 _SEND_PAUSE_S = 0.5
 _NEWCOMERS_POLL_S = 0.5
-_MAX_FAILED_SAVES = 3  # in a row, before rank 0 reports that no newer save is made; chosen
+_MAX_FAILED_SAVES = 3  # in a row, after which rank 0 reports that no newer save is made; chosen
 
 
 Cards = Mapping[str, Sequence[str | None]]
-"""Names that the drivers give the GPUs of machines, by machine; None for a GPU without a known name."""
+"""Models of the GPUs of each machine, as the driver names them, by machine; None for a GPU without a known name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +67,14 @@ class Peer:
 
     name: str
     node: str
-    keeper: tuple[str, int]  # address of the node's keeper
+    node_server: tuple[str, int]  # address of the node's server
     free_bytes: int  # of the node's shared memory
     file_bytes: Mapping[str, int]  # sizes of the segments on the node, by name
     num_bytes: int  # of this rank's part of a save
 
     @property
     def room_bytes(self) -> int:
-        """Bytes on the node that saves may use: free ones, and those of existing segments."""
+        """Bytes on the node that saves may use: free bytes, and bytes of existing segments."""
         return self.free_bytes + sum(self.file_bytes.values())
 
 
@@ -84,7 +84,7 @@ class Shortage:
 
     node: str
     free_bytes: int
-    missing_bytes: int  # that saves need in addition to the existing segments; more than ``free_bytes``
+    missing_bytes: int  # what saves need in addition to the existing segments; more than ``free_bytes``
 
     def __str__(self) -> str:
         free, missing = unlike_bytes_texts(self.free_bytes, self.missing_bytes)
@@ -92,13 +92,13 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveRules:
+class SaveSettings:
     """Settings of a rank's saves."""
 
-    model: str  # fingerprint
-    start: str  # name of this world; greater than those of earlier worlds
-    every_steps: int | None  # between two saves; None to choose it by `Pace`
-    copies: int  # of each part, on other nodes
+    model: str  # its fingerprint
+    start: str  # name of this world; greater than the names of earlier worlds
+    every_steps: int | None  # number of steps between two saves; None to choose it by `SaveInterval`
+    copies: int  # number of copies of each part, on other nodes
     notice_s: float  # from a preemption notice to the end of the node
     resumed: Save | None  # the save that this world has loaded
 
@@ -107,21 +107,25 @@ class Snapshots:
     """The saves of this rank.
 
     Args:
+        worker: this rank.
         group: all ranks, over gloo.
+        rules: settings of the saves.
         take: captures the content of a save; its argument says whether ``has_changed`` returned True on any rank.
-        has_changed: called before each save; True if the save has to contain more than the one before.
+        has_changed: called before each save; returns True if the save has to contain more than the save before.
         say: reports an event, on rank 0.
-        pays: called on rank 0 with the cards of machines that wait; True if the job gains by letting them join.
+        pays: called on rank 0 with the GPUs of machines that wait; returns True if the job gains by letting them join.
 
     Attributes:
         is_paused: True to save nothing, for benchmarks that compare steps with and without saves.
+        every_steps: number of steps between two saves; None until it has been chosen.
+        committed_step: step of the newest save that all ranks have; -1 without one.
     """
 
     def __init__(
         self,
         worker: Worker,
         group: dist.ProcessGroup,
-        rules: SaveRules,
+        rules: SaveSettings,
         take: Callable[[bool], Content],
         has_changed: Callable[[], bool],
         say: Callable[..., None],
@@ -142,29 +146,30 @@ class Snapshots:
         # Copies on other nodes; chosen by `_place` at the first save.
         self._targets: list[Peer] | None = None
         self._peers: list[Peer] = []
-        self._wires: dict[str, Wire] = {}  # open connections to their keepers, by node; a keeper closes idle ones
+        # Open connections to the servers of other nodes, by node; a server closes idle connections.
+        self._wires: dict[str, Wire] = {}
 
         # The save under way.
         self._thread: threading.Thread | None = None
         self._is_copied = threading.Event()
         self._is_copied.set()
 
-        # Steps: of this rank's newest complete save, of the newest that all ranks have, and the latest trained one.
-        self._done_step = -1
+        self._done_step = -1  # step of this rank's newest complete save
         self.committed_step = -1
         self._latest_step = 0 if rules.resumed is None else rules.resumed.step
 
-        self._leaving: str | None = None  # reason why all ranks end, once they have agreed on it
-        self._pace = Pace()
+        self._leave_reason: str | None = None  # why all ranks end, once they have agreed to end
+        self._interval = SaveInterval()
         self._last_step_end_s: float | None = None
         self._was_busy = False  # whether a save was under way when the latest step began
-        self._num_failed_saves = 0  # in a row: due, but not complete on all ranks
+        self._num_failed_saves = 0  # number in a row of saves that were due, but not complete on all ranks
         self._last_failure = ""  # kind of this rank's latest failure; empty after a success
-        self._waiting: Message = {"newcomers": []}  # to be let in
+        self._newcomers_answer: Message = {"newcomers": []}  # latest answer of the rendezvous: agents that wait to join
         if self._rank == 0:
             threading.Thread(target=self._look_for_newcomers, daemon=True).start()
 
     def _path(self, slot: str) -> Path:
+        """Return the file of one of this rank's slots."""
         return self._worker.place.folder / f"own-{self._worker.name}-{slot}{SUFFIX}"
 
     def before_step(self) -> None:
@@ -178,8 +183,11 @@ class Snapshots:
             self.wait()
 
     def _is_due(self, step: int) -> bool:
-        """Return True if a save is due after a step. Several steps may have passed since the latest recorded one."""
-        every = self.every_steps or _FIRST_EVERY
+        """Return True if a save is due after a step. Several steps may have passed since the latest recorded step.
+
+        Example: with 5 steps between saves and 4 as the latest step, a save is due after step 5, 6 or later.
+        """
+        every = self.every_steps or _FIRST_INTERVAL
         return step // every > self._latest_step // every
 
     def after_step(self, step: int) -> None:
@@ -197,13 +205,13 @@ class Snapshots:
         if is_due or self._worker.has_notice:
             self.wait()
         newcomers = self._newcomers() if is_due and self._rank == 0 else []
-        # All are maxima over ranks. The negative of the newest step makes a maximum of the smallest newest step, which
-        # is the one that every rank has (`save_rules.committed_step`).
-        leaving, joining, minus_done, needed_steps, has_changed = self._agree(
+        # One maximum over ranks for each number. The newest step that every rank has (`save_rules.committed_step`) is a
+        # minimum over ranks, so its negative is sent.
+        has_notice, admits_newcomers, minus_done, needed_steps, has_changed = self._agree(
             int(self._worker.has_notice),
             int(bool(newcomers)),
             -self._done_step,
-            self._pace.needed_steps(),
+            self._interval.needed_steps(),
             int(is_due and self._has_changed()),
         )
         if is_due:
@@ -211,25 +219,25 @@ class Snapshots:
             self._count_failed_save(step)
             if self._rules.every_steps is None:
                 self.every_steps = needed_steps
-        if (leaving or joining) and not is_due:
+        if (has_notice or admits_newcomers) and not is_due:
             (has_changed,) = self._agree(int(self._has_changed()))
-        if is_due or leaving or joining:
+        if is_due or has_notice or admits_newcomers:
             has_room = self._save(step, has_changed=bool(has_changed))
             if not has_room:
-                joining = 0  # joining without this save would cost the steps since the newest one
-        if leaving:
-            self._leaving = "notice"
-        elif joining:
-            self._leaving = f"{', '.join(newcomers) or 'somebody'} joins"
+                admits_newcomers = 0  # joining without this save would cost the steps since the newest one
+        if has_notice:
+            self._leave_reason = "notice"
+        elif admits_newcomers:
+            self._leave_reason = f"{', '.join(newcomers) or 'somebody'} joins"
         self._add_step_time(begins=is_due)
 
     def _add_step_time(self, *, begins: bool) -> None:
-        """Give `Pace` the time since the end of the step before. ``begins``: whether a save began in it."""
+        """Give `SaveInterval` the time since the end of the step before. ``begins``: whether a save began in it."""
         now_s = time.perf_counter()
         is_busy = self._thread is not None and self._thread.is_alive()
         if self._last_step_end_s is not None:
             seconds = now_s - self._last_step_end_s
-            self._pace.add_step(seconds, begins=begins, is_busy=self._was_busy or is_busy or begins)
+            self._interval.add_step(seconds, begins=begins, is_busy=self._was_busy or is_busy or begins)
         self._last_step_end_s = now_s
         self._was_busy = is_busy
 
@@ -243,14 +251,14 @@ class Snapshots:
         """Poll the rendezvous for machines that wait. Runs in a thread of rank 0, so that no step waits for it."""
         while True:
             try:
-                self._waiting = self._worker.ask_meeting({"do": "newcomers"})
+                self._newcomers_answer = self._worker.ask_rendezvous({"do": "newcomers"})
             except OSError:
-                self._waiting = {"newcomers": []}
+                self._newcomers_answer = {"newcomers": []}
             time.sleep(_NEWCOMERS_POLL_S)
 
     def _newcomers(self) -> list[str]:
         """Return the agents that wait to join, if the job gains by letting them in."""
-        answer = self._waiting
+        answer = self._newcomers_answer
         names: list[str] = answer["newcomers"]
         return names if names and self._pays(answer["cards"]) else []
 
@@ -261,7 +269,7 @@ class Snapshots:
             self._thread = None
 
     def _commit(self, step: int) -> None:
-        """Note that all ranks have a save of ``step``, so that older ones may be overwritten."""
+        """Record that all ranks have a save of ``step``, so that older saves may be overwritten."""
         if step <= self.committed_step:
             return
         is_first = self.committed_step < 0
@@ -273,13 +281,13 @@ class Snapshots:
         if is_first:
             nodes_of_copies = [peer.node for peer in self._targets or []]
             self._say("commit", step=step, every_steps=self.every_steps, targets=nodes_of_copies)
-            self._free()
-            step_s, save_s = self._pace.step_s, self._pace.save_s
+            self._delete_stale_segments()
+            step_s, save_s = self._interval.step_s, self._interval.save_s
             if step_s + save_s > self._rules.notice_s:
                 self._say("notice too short", step_s=step_s, save_s=save_s, notice_s=self._rules.notice_s)
 
-    def _free(self) -> None:
-        """Delete segments of earlier worlds on this node, except those that this world writes again."""
+    def _delete_stale_segments(self) -> None:
+        """Delete segments of earlier worlds on this node, except files that this world writes again."""
         node = self._worker.place.node
         targets = self._targets_by_rank()
         prefixes_in_use = []
@@ -290,22 +298,23 @@ class Snapshots:
                 prefixes_in_use.append(_copy_prefix(peer))
         committed = asdict(self._save_of(self.committed_step))
         try:
-            self._worker.ask_keeper({"do": "free", "kept": committed, "in_use": prefixes_in_use})
+            self._worker.ask_node_server({"do": "free", "kept": committed, "in_use": prefixes_in_use})
         except OSError as error:
-            logger.warning("the keeper of this node does not free older saves: %s", error)
+            logger.warning("the server of this node does not free older saves: %s", error)
 
     def _count_failed_save(self, step: int) -> None:
         """Report saves that fail in a row, because the next fault costs all steps since the newest complete save."""
         self._num_failed_saves += 1
         if self._num_failed_saves == _MAX_FAILED_SAVES:
             newest = -1 if self._committed is None else self._committed.step
-            self._say("not saved", step=step, newest_save=newest, reason="each rank says why its own were not made")
+            self._say("not saved", step=step, newest_save=newest, reason="each rank logs why it could not save")
 
     def _save_of(self, step: int) -> Save:
+        """Return the name of this world's save of ``step``."""
         return Save(step=step, start=self._rules.start, world_size=self._size)
 
     def _save(self, step: int, *, has_changed: bool) -> bool:
-        """Start a save: copy now all that the script may change, and the other tensors in a thread.
+        """Start a save: copy the tensors that the script may change now, and the other tensors in a thread.
 
         Returns:
             False if a node has too little memory; the same on every rank.
@@ -321,7 +330,7 @@ class Snapshots:
             with self._files[slot].begin(content.num_bytes) as room:
                 content.write_now(room)
         else:
-            content.take_now()
+            content.copy_to_host_now()
         self._is_copied.clear()
         self._thread = threading.Thread(target=self._work, args=(slot, step, content, begin_s), daemon=True)
         self._thread.start()
@@ -341,14 +350,14 @@ class Snapshots:
                         self._last_failure = ""
             finally:
                 room.release()
-            self._pace.save_s = time.perf_counter() - begin_s
+            self._interval.save_s = time.perf_counter() - begin_s
         except OSError as error:
             free = ""
             if is_full(error):
                 free = f", {shutil.disk_usage(self._worker.place.folder).free:,} are free"
             self._note_failure(f"{error}: {content.num_bytes:,} bytes are to be written{free}")
         except Exception:
-            logger.exception("a save of step %d failed; the previous one stays", step)
+            logger.exception("rank %d: the save of step %d failed; the save before it stays.", self._rank, step)
         finally:
             self._is_copied.set()
 
@@ -363,10 +372,10 @@ class Snapshots:
         """Copy the remaining tensors and complete the segment.
 
         Returns:
-            The header; None if the script has changed a held tensor, so that the content is invalid.
+            The header; None if the script has changed a deferred tensor, so that the content is invalid.
         """
         content.write_now(room)
-        is_sound = content.write_held(room)
+        is_sound = content.write_deferred(room)
         self._is_copied.set()
         if not is_sound:
             self._note_failure(
@@ -388,13 +397,13 @@ class Snapshots:
         return header
 
     def _send(self, target: Peer, slot: str, header: Header, room: memoryview) -> bool:
-        """Send a segment to the node of a copy. Return True if its keeper has stored it."""
+        """Send a segment to the node of a copy. Return True if its node server has stored it."""
         name = f"{_copy_prefix(self._peers[self._rank])}{slot}{SUFFIX}"
         for _ in range(_SEND_TRIES):
             wire = self._wires.pop(target.node, None)
-            is_new = wire is None  # an open connection may just have been closed by the keeper: no failure yet
+            is_new = wire is None  # an open connection may just have been closed by the node server: no failure yet
             try:
-                wire = wire or connect(*target.keeper, self._worker.token, REQUEST_TIMEOUT_S)
+                wire = wire or connect(*target.node_server, self._worker.token, REQUEST_TIMEOUT_S)
                 put(wire, name, header, room)
                 self._wires[target.node] = wire
                 return True
@@ -409,7 +418,8 @@ class Snapshots:
     def _place(self, num_bytes: int, step: int) -> bool:
         """Agree on the nodes of all copies, once per world. Return False if their shared memory is too small.
 
-        A job that has resumed from a save then trains without newer saves, and measures again when the next is due.
+        With too little memory, a job that has resumed from a save trains without newer saves. It measures the memory
+        again when the next save is due.
 
         Raises:
             ConfigError: the shared memory is too small, and the job has not saved before.
@@ -417,8 +427,8 @@ class Snapshots:
         shortages = self._measure(num_bytes)
         if shortages:
             swept: list[str] = []
-            for of_rank in on_all_ranks(lambda: self._sweep(shortages), self._group):
-                swept.extend(of_rank)
+            for swept_by_rank in on_all_ranks(lambda: self._sweep(shortages), self._group):
+                swept.extend(swept_by_rank)
             if swept:
                 self._say("freed", leftovers=swept)
                 shortages = self._measure(num_bytes)
@@ -442,13 +452,13 @@ class Snapshots:
         """Exchange sizes and free memory, and return the nodes with too little; the same on every rank."""
 
         def describe() -> Peer:
-            keeper = self._worker.place.address()
-            assert keeper is not None
-            answer = self._worker.ask_keeper({"do": "list"})
+            node_server = self._worker.place.address()
+            assert node_server is not None
+            answer = self._worker.ask_node_server({"do": "list"})
             return Peer(
                 name=self._worker.name,
                 node=self._worker.place.node,
-                keeper=keeper,
+                node_server=node_server,
                 free_bytes=int(answer["free_bytes"]),
                 file_bytes=answer["file_bytes"],
                 num_bytes=num_bytes + GROWTH_BYTES,
@@ -475,24 +485,24 @@ class Snapshots:
         ]
 
     def _sweep(self, shortages: Sequence[Shortage]) -> list[str]:
-        """If this node has too little memory, let its keeper delete the saves of ended jobs; one rank per node asks."""
+        """If this node has too little memory, let its server delete the saves of ended jobs; one rank per node asks."""
         node = self._worker.place.node
         first_rank_of_node = next(rank for rank, peer in enumerate(self._peers) if peer.node == node)
         is_short = any(shortage.node == node for shortage in shortages)
         if self._rank != first_rank_of_node or not is_short:
             return []
-        swept: list[str] = self._worker.ask_keeper({"do": "sweep"})["swept"]
+        swept: list[str] = self._worker.ask_node_server({"do": "sweep"})["swept"]
         return swept
 
     def _targets_by_rank(self) -> dict[int, list[Peer]]:
-        """Return, by rank, a peer on each node that holds a copy of the rank's part; its keeper stores the copy."""
+        """Return, by rank, one peer on each node that stores a copy of the rank's part."""
         first_peers = self._first_peers()
         parts = [Part(rank=rank, node=peer.node, num_bytes=peer.num_bytes) for rank, peer in enumerate(self._peers)]
         free_bytes = {node: peer.room_bytes for node, peer in first_peers.items()}
         for part in parts:
             free_bytes[part.node] -= len(SLOTS) * part.num_bytes
         targets = {}
-        for rank, nodes in place_copies(parts, free_bytes, self._rules.copies).items():
+        for rank, nodes in choose_copy_nodes(parts, free_bytes, self._rules.copies).items():
             targets[rank] = [first_peers[node] for node in nodes]
         return targets
 
@@ -507,11 +517,11 @@ class Snapshots:
 
         Collectives: one all_reduce of one integer, if the ranks leave.
         """
-        if self._leaving is None:
+        if self._leave_reason is None:
             return
         self.wait()
         (minus_done,) = self._agree(-self._done_step)
-        self._say("leave", step=self._worker.step, committed=-minus_done, reason=self._leaving)
+        self._say("leave", step=self._worker.step, committed=-minus_done, reason=self._leave_reason)
         self._worker.leave()
 
 
@@ -522,10 +532,10 @@ def _save_in(path: Path) -> Save | None:
 
 
 def _part_prefix(peer: Peer) -> str:
-    """Beginning of the names of a rank's segments on its node."""
+    """Return the beginning of the names of a rank's segments on its node."""
     return f"own-{peer.name}-"
 
 
 def _copy_prefix(peer: Peer) -> str:
-    """Beginning of the names of the copies of a rank's segments on other nodes."""
+    """Return the beginning of the names of the copies of a rank's segments on other nodes."""
     return f"from-{peer.name}-"

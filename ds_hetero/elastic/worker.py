@@ -1,11 +1,10 @@
-"""This process as a worker of an elastic job: its name, signs of life, preemption notice and reason of its end.
+"""This process as a worker of an elastic job: its name, heartbeat, preemption notice and reason of its end.
 
 SIGTERM means one of two things:
 
-    the round is broken (a file ``broken-<round>.json`` exists)    torchrun ends the workers: end at once, because peers
-                                                                   that are gone would never answer
-    else                                                           the node is preempted: save at the end of the step,
-                                                                   then all ranks leave
+    a file ``broken-<round>.json`` exists    the round is broken and torchrun ends the workers: end at once, because
+                                             peers that are gone would never answer
+    there is no such file                    the node is preempted: save at the end of the step, then all ranks leave
 
 Imports no torch.
 """
@@ -21,27 +20,27 @@ import threading
 import time
 from dataclasses import dataclass
 
-from ds_hetero.elastic.node.keeper_requests import ask
-from ds_hetero.elastic.node.leftovers import hold
+from ds_hetero.elastic.node.leftovers import lock_as_alive
+from ds_hetero.elastic.node.node_server_requests import ask
 from ds_hetero.elastic.node.place import AGENT, ROUND, NodePlace, token_of
 from ds_hetero.elastic.node.processes import end_with_agent
 from ds_hetero.elastic.node.wire import Message
 
-LEFT = 75  # exit code of workers that leave after a commit; EX_TEMPFAIL of sysexits.h
+EXIT_CODE_LEFT = 75  # of workers that leave after a committed save: EX_TEMPFAIL of sysexits.h
 _HEARTBEAT_S = 1.0
 _BREAK_POLL_S = 0.1
-# Characters of an error that fit into a page even as JSON escapes of six bytes each: room is left for such files.
-_SHORT_ERROR = 500
+# Characters of an error that fit into a reserved page of shared memory, even as JSON escapes of six bytes each.
+_MAX_SHORT_ERROR = 500
 
 
 @dataclass(kw_only=True)
 class Worker:
-    """A worker of an elastic job."""
+    """A worker of an elastic job: one rank of the present world."""
 
-    place: NodePlace
-    agent: str
+    place: NodePlace  # its node
+    agent: str  # name of its agent
     local_rank: int  # among the workers of its agent
-    round_number: int  # of the rendezvous that this world came from
+    round_number: int  # of the rendezvous that made this world
 
     def __post_init__(self) -> None:
         self.token = token_of(self.place.job)
@@ -51,31 +50,36 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Unique among the workers of the job, and the same in every world."""
+        """Name of the worker: unique among the workers of the job, and the same in every world."""
         return f"{self.agent}-{self.local_rank}"
 
-    def ask_keeper(self, message: Message) -> Message:
-        """Send a request to the node's keeper.
+    def ask_node_server(self, message: Message) -> Message:
+        """Send a request to the node's server.
 
         Raises:
-            OSError: the keeper cannot be reached, such as while it restarts; or it refuses.
+            OSError: the node server cannot be reached, such as while it restarts; or it refuses.
         """
         address = self.place.address()
         if address is None:
-            raise OSError(f"node {self.place.node} has no keeper")
+            raise OSError(
+                f"node {self.place.node} has no node server: there is no node_server.json in {self.place.folder}"
+            )
         return ask(address, self.token, message)
 
-    def ask_meeting(self, message: Message) -> Message:
-        """Send a request to the keeper that serves the rendezvous; see `ask_keeper`."""
-        address = self.place.read(f"meeting-{self.agent}.json")
+    def ask_rendezvous(self, message: Message) -> Message:
+        """Send a request to the node server that serves the rendezvous; see `ask_node_server`."""
+        address = self.place.read(f"rendezvous-{self.agent}.json")
         if address is None:
-            raise OSError(f"agent {self.agent} of this node has not joined a rendezvous yet")
+            raise OSError(
+                f"agent {self.agent} of this node has not joined a rendezvous yet: there is no "
+                f"rendezvous-{self.agent}.json in {self.place.folder}"
+            )
         return ask((address["host"], address["port"]), self.token, message)
 
     def start(self) -> None:
         """Handle SIGTERM, start the heartbeat, and let this process end with its agent."""
         end_with_agent()
-        hold(self.place)
+        lock_as_alive(self.place)
         self.place.remove(f"end-{self.name}.json")
         if threading.current_thread() is threading.main_thread():
             reading, writing = self._wakeup
@@ -94,17 +98,20 @@ class Worker:
             self.has_notice = True
             while not self._is_broken():
                 time.sleep(_BREAK_POLL_S)
-            os._exit(LEFT)
+            os._exit(EXIT_CODE_LEFT)
 
     def _is_broken(self) -> bool:
+        """Return True if the agent has written that the round is over."""
         return self.place.read(f"broken-{self.round_number}.json") is not None
 
     def _beat(self) -> None:
+        """Write a heartbeat every second; runs in a thread."""
         while True:
             self._show_life()
             time.sleep(_HEARTBEAT_S)
 
     def _show_life(self) -> None:
+        """Write a heartbeat."""
         with contextlib.suppress(OSError):  # the job's folder was deleted, so nobody reads the heartbeat
             self.place.show_life(self.name, os.getpid(), self.round_number, has_stepped=self.step >= 0)
 
@@ -119,15 +126,16 @@ class Worker:
         """Write the reason why this process ends to a file, for its agent.
 
         Args:
-            is_refusal: a restart would end with the same refusal.
-            is_of_peer: it ends because another worker has ended, or cannot be reached.
+            text: of the error.
+            is_refusal: the error is about a setting, so a restart would end with it again.
+            is_of_peer: this process ends because another worker has ended, or cannot be reached.
         """
         end = {"error": text, "is_refusal": is_refusal and self.step < 0, "is_of_peer": is_of_peer, "step": self.step}
         try:
             self.place.write(f"end-{self.name}.json", end)
         except OSError:  # the shared memory is full; a short file still fits into the page that is reserved
             with contextlib.suppress(OSError):
-                self.place.write(f"end-{self.name}.json", {**end, "error": text[:_SHORT_ERROR]})
+                self.place.write(f"end-{self.name}.json", {**end, "error": text[:_MAX_SHORT_ERROR]})
 
     def note_success(self) -> None:
         """Write a file that tells the agent that the script has finished."""
@@ -135,10 +143,10 @@ class Worker:
             self.place.write(f"done-{self.agent}.json", {"step": self.step})
 
     def leave(self) -> None:
-        """End this process after a commit; its agent goes to the next rendezvous, or ends with its node."""
+        """End this process after a committed save; its agent goes to the next rendezvous, or ends with its node."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(LEFT)
+        os._exit(EXIT_CODE_LEFT)
 
 
 _worker: Worker | None = None

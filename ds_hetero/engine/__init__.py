@@ -1,1 +1,1 @@
-"""Engine of our own, of no framework: the handle, the registry, registration, loaders, losses and sharded calls."""
+"""The part of ds_hetero between scripts and frameworks, without framework code: handle, registry, loaders, losses."""

@@ -1,7 +1,8 @@
-"""Texts of errors that end a rank: one message, never the raw text of a backend as the last word.
+"""Print the error that ends a rank so that its last line says what happened.
 
-A refusal that all ranks raise is printed once per host, by its first rank, without a traceback. Any other error is
-shown as Python does. The other ranks learn of it from this rank's last words, see `ds_hetero.runtime.peers`.
+An error of ds_hetero that all ranks raise is printed once per host, by its first rank, without a traceback. Other
+errors are printed as Python does. If the text of a backend means that another rank is lost, a line that names this rank
+follows. Other ranks get the error through `ds_hetero.runtime.peers`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from ds_hetero.runtime.peers.board import FAILED, STOPPED
 from ds_hetero.runtime.peers.watch import current_watch, is_lost_peer, lost_peer_error
 
 TRACEBACK_VARIABLE = "DS_HETERO_TRACEBACK"
-"""The environment variable that, set to 1, has every rank show full tracebacks."""
+"""Environment variable: 1 makes every rank print full tracebacks."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def install_excepthook(patches: Patches) -> None:
-    """Replace ``sys.excepthook``."""
+    """Replace ``sys.excepthook`` by one that prints errors as this module's docstring says."""
     stock: Hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -39,28 +40,26 @@ def install_excepthook(patches: Patches) -> None:
 
 
 def _show(stock: Hook, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Say an error's last words to the other ranks, then print it.
-
-    A backend's text for a lost rank is followed by the sentence that says which rank is lost.
-    """
-    lost = lost_peer_error(error, "in its script") if is_lost_peer(error) else None
+    """Send an error to the other ranks and to the agent, then print it."""
+    peer_error = lost_peer_error(error, "in its script") if is_lost_peer(error) else None
+    cause = error if peer_error is None else peer_error
     watch = current_watch()
-    is_said = False  # by another rank, in this job's log
+    is_printed_by_another = False
     if watch is not None:
-        shown = error if lost is None else lost
-        watch.say_last_words(STOPPED if isinstance(shown, (PeerError, StepError)) else FAILED, _text(shown))
-        is_first_of_host = os.environ.get("LOCAL_RANK") == "0"  # a host's own log has the reason too
-        is_said = isinstance(error, HeteroError) and not is_first_of_host and watch.is_said_by_rank_0(_text(error))
-    _leave_behind(error if lost is None else lost)
+        watch.say_last_words(STOPPED if isinstance(cause, (PeerError, StepError)) else FAILED, _text(cause))
+        is_first_of_host = os.environ.get("LOCAL_RANK") == "0"  # prints it too: each host may have a separate log
+        if isinstance(error, HeteroError) and not is_first_of_host:
+            is_printed_by_another = watch.is_said_by_rank_0(_text(error))
+    _tell_agent(cause)
     if not _is_message(error) or os.environ.get(TRACEBACK_VARIABLE) == "1":
         stock(kind, error, traceback)
-    elif not is_said:
+    elif not is_printed_by_another:
         print(_text(error), file=sys.stderr, flush=True)
-    if lost is not None:
-        print(_text(lost), file=sys.stderr, flush=True)
+    if peer_error is not None:
+        print(_text(peer_error), file=sys.stderr, flush=True)
 
 
-def _leave_behind(error: BaseException) -> None:
+def _tell_agent(error: BaseException) -> None:
     """Tell this process's agent why it ends, in an elastic job."""
     worker = own_worker()
     if worker is not None and not isinstance(error, KeyboardInterrupt):
@@ -69,7 +68,10 @@ def _leave_behind(error: BaseException) -> None:
 
 
 def _is_message(error: BaseException) -> bool:
-    """Whether the text of an error is all that a user needs; not where its cause is an error in this rank's code."""
+    """Return whether a user needs only the text of an error, and not the traceback.
+
+    True for an error of ds_hetero, unless it was caused by another error in this rank's code.
+    """
     if not isinstance(error, (HeteroError, PeerError)):
         return False
     cause = error.__cause__

@@ -1,16 +1,16 @@
-"""The loaders, samplers and datasets of the frameworks, by their attributes; see `LoaderNames`."""
+"""Names of attributes of the frameworks' loaders, samplers and datasets that our loaders read; see `LoaderNames`."""
 
 from __future__ import annotations
 
-from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderNames
+from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
 
 # DeepSpeedDataLoader and DeepSpeedDataSampler
 _DEEPSPEED = LoaderNames(
     wrapped=("data_sampler",), shards=(("data_parallel_size", "data_parallel_rank"),), with_epoch=("data_sampler",)
 )
 
-# BatchSamplerShard and IterableDatasetShard, which DataLoaderShard puts into every loader of more than one process. It
-# always has the methods of a state, and a state only if the loader that it wraps has one.
+# BatchSamplerShard and IterableDatasetShard, which DataLoaderShard puts into every loader of several processes.
+# DataLoaderShard always has state_dict and load_state_dict, but they work only if the wrapped loader has them.
 _ACCELERATE = LoaderNames(
     wrapped=("base_dataloader", "dataloader"),
     shards=(("num_processes", "process_index"),),

@@ -1,4 +1,4 @@
-"""The loader as a model needs it: shards while it trains, whole batches while it is evaluated."""
+"""Loaders for a model that is split over the sequence: shards while it trains, whole batches in evaluation."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import Any, Literal
 
 import torch
 
-from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.evaluation import check_evaluated
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.engine.read_marks import note_reading
+from ds_hetero.engine.trained.split_model import SplitModel
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.data.batch_mode import LoaderAround
 from ds_hetero.runtime.data.loader import ShardedLoader
+from ds_hetero.runtime.data.loader_around import LoaderAround
+from ds_hetero.runtime.data.recent_shards import remember_shard
 from ds_hetero.runtime.data.sample_loader import on_device
 from ds_hetero.runtime.data.shard_info import attach, shard_info
-from ds_hetero.runtime.data.shards import model_inputs, note_shard
+from ds_hetero.runtime.data.shards import model_inputs
 from ds_hetero.runtime.data.whole_batches import BatchReading
 from ds_hetero.runtime.replica import Replica
 
 
 class ModelLoader(ShardedLoader):
-    """A `ShardedLoader` for one model, whose batches are on ``device``.
+    """A `ShardedLoader` for one model, which yields batches on ``device``.
 
-    An epoch whose first batch is drawn in ``model.eval()`` yields the wrapped loader's batches, whole. A rank that the
-    schedule gives no token of a batch gets one column of placeholders, which takes no part in attention or loss.
+    If the model is in evaluation when an epoch's first batch is requested, the epoch yields the wrapped loader's whole
+    batches. A rank that has no token of a batch gets one column of placeholders, which count in no attention or loss.
     """
 
     def __init__(
@@ -41,15 +42,15 @@ class ModelLoader(ShardedLoader):
             model.replica,
             batches=batches,
             reading=BatchReading(
-                keep_labels=not model.moves_labels,
+                keep_labels=not model.model_loss.moves_labels,
                 keep_inputs=model.cuts_inputs,
-                by_documents=model.places_documents,
-                joins_rows=model.asked_for_documents,
+                by_documents=model.placement.by_documents,
+                joins_rows=model.placement.asked_for_documents,
                 complete=model.complete,
                 keeps=model.checks.is_due,
             ),
-            placer=model.place,
-            plan_ahead=(lambda: model.placer) if model.asked_for_documents else None,
+            placer=model.placement.place,
+            plan_ahead=(lambda: model.placement.placer) if model.placement.asked_for_documents else None,
             names=KNOWN_LOADERS,
         )
 
@@ -60,8 +61,8 @@ class ModelLoader(ShardedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         self._expect_split_model()
-        note_reading(self.whole, shards=self._model.takes_shards and not self._model.evaluates_shards)
-        if self._model.evaluates_shards:
+        note_reading(self.whole, shards=self._model.takes_shards and not self._model.evaluation.takes_forwards)
+        if self._model.evaluation.takes_forwards:
             for batch in self.whole:
                 check_evaluated(self._model, batch)
                 yield on_device(batch, self._target)
@@ -75,16 +76,16 @@ class ModelLoader(ShardedLoader):
             inputs = model_inputs(shard, self._target)
             info = shard_info(inputs["position_ids"])
             assert info is not None
-            if self._model.as_loaded is not None:
-                info = self._model.as_loaded.numbered(info)
+            if self._model.placement.as_loaded is not None:
+                info = self._model.placement.as_loaded.with_number(info)
                 attach(inputs["position_ids"], info)
-            self._model.note_shard(info)
-            note_shard(shard)
+            self._model.placement.note_shard(info)
+            remember_shard(shard)
             yield inputs
             self._expect_split_model()
 
     def _expect_split_model(self) -> None:
-        """Refuse to give shards to a model that takes whole sequences by now."""
+        """Check that the model is still split. Raises `ConfigError`: by now it takes whole sequences."""
         if self._model.is_restored:
             raise ConfigError(
                 "this loader cuts batches for a model that is not split any more: its handle was undone, or the model "
@@ -93,17 +94,18 @@ class ModelLoader(ShardedLoader):
             )
 
     def _verify(self) -> None:
-        """Check the model with the batches of this fetch that can show something new; see `self_check`."""
+        """Run the self-check on those batches of this fetch that have features which no checked batch had."""
         if self._batches.keeps_on_a_rank:
-            self._model.checks.check_batches_of_ranks(self._batches.take_kept())
+            self._model.checks.check_batches_of_ranks(self._batches.take_kept_batches())
 
 
 class WholeLoader(LoaderAround):
-    """The wrapped loader's batches on ``device``, for a model that is not split, or that is called by sharded calls.
+    """Yields the wrapped loader's batches on ``device``, for models that take whole batches, as in sharded calls.
 
     Args:
-        dataloader: yields mappings; for a module that is not split, what it takes; or lists of prompts.
-        model: that is trained by sharded calls, to be checked with the first batch; None without.
+        dataloader: yields mappings, lists of prompts, or whatever a module that is not split takes.
+        model: a model that is trained by sharded calls, which is compared with one process on the batches; None if
+            there is none.
     """
 
     def __init__(self, dataloader: Iterable[Any], device: torch.device, model: SplitModel | None = None) -> None:
@@ -122,7 +124,7 @@ class WholeLoader(LoaderAround):
         return WholeLoader(skip(self.dataloader, num_batches), self._target, self._model)
 
     def _verify(self, model: SplitModel, batch: Any) -> None:
-        """Check the model with the tokens of a batch, each the label of the one before it."""
+        """Compare the model with one process on the tokens of a batch, each the label of the one before it."""
         if not model.pools and "input_ids" in batch:
             piece = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
             model.checks.check_same_batch({**piece, "labels": batch["input_ids"]})

@@ -1,4 +1,4 @@
-"""Replacing names of a framework, and putting them back."""
+"""Replace attributes of a framework's modules and classes, and restore them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from importlib.metadata import version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+from ds_hetero.common.extras import installed_packages
+from ds_hetero.engine.surface import expect_known_surface
 from ds_hetero.errors import VersionError
 
 Function = Callable[..., Any]
-"""A function of a framework that has no types."""
+"""A function of a framework without type information."""
 
 
 class Patches:
-    """Replacements made so far; `undo` restores what was there, latest first."""
+    """Records replacements; `undo` restores the former values, the latest replacement first."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
-        """Set ``owner.name`` to ``make(what it was)``.
+        """Set ``owner.name`` to ``make(original)``.
 
-        On a class, what it was is the plain function or class method found there, not a bound one, and callers that
-        imported the class earlier see the replacement.
+        On a class the original is the plain function, or the classmethod object, in its dictionary, not a bound method.
+        Code that has imported the class before sees the replacement.
         """
         original = vars(owner)[name]
         setattr(owner, name, make(original))
         self._undo.append(lambda: setattr(owner, name, original))
 
     def add(self, owner: object, name: str, value: object) -> None:
-        """Set ``owner.name``, which ``owner`` itself does not have; `undo` deletes it."""
+        """Set ``owner.name``, which is not in the dictionary of ``owner``; `undo` deletes it."""
         assert name not in vars(owner), (owner, name)
         setattr(owner, name, value)
         self._undo.append(lambda: delattr(owner, name))
@@ -49,41 +52,51 @@ class Patches:
 
 
 def around(hook: Function, *context: object) -> Callable[[Function], Function]:
-    """Make the replacement that `Patches.replace` takes of ``hook(*context, stock, *args, **kwargs)``.
+    """Return a function for `Patches.replace` that replaces ``stock`` by a call of ``hook``.
 
     Args:
-        hook: calls ``stock``, or does not, and returns what the caller of ``stock`` gets.
-        context: what the hook needs beside the call.
+        hook: called as ``hook(*context, stock, *args, **kwargs)``. It may call ``stock``; its result is returned.
+        context: first arguments of the hook.
     """
 
-    def replacement_of(stock: Function) -> Function:
+    def make_replacement(stock: Function) -> Function:
         @functools.wraps(stock)
         def call(*args: object, **kwargs: object) -> object:
             return hook(*context, stock, *args, **kwargs)
 
         return call
 
-    return replacement_of
+    return make_replacement
 
 
-def expect_package(package: str, works: str, names: Iterable[str]) -> None:
-    """Check a framework's version and the private names it must have. Raises `VersionError`: what is missing.
+def expect_package(package: str, works: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Check a framework's version, and that it has what ds_hetero uses.
 
     Args:
-        works: versions that work, such as ``">=0.19.8,<0.20"``.
-        names: ``"module:attribute"`` or ``"module:Class.attribute"``.
+        works: versions that work, such as ``">=0.18.4"``.
+        names: private names, as ``"module:attribute"`` or ``"module:Class.attribute"``.
+
+    Returns:
+        Names that are not as in any release that was tried, if this one is newer; see `expect_known_surface`.
+
+    Raises:
+        VersionError: it is another version, names are missing, or a version that was not tried has other signatures.
     """
     if not SpecifierSet(works).contains(version(package), prereleases=True):
         raise VersionError(f"{package} {version(package)} is not a version that works. Install {package}{works}.")
     missing = [name for name in names if not _exists(name)]
     if missing:
         raise VersionError(
-            f"{package} {version(package)} does not have {', '.join(missing)}, which ds_hetero builds on. "
+            f"{package} {version(package)} does not have {', '.join(missing)}, which ds_hetero uses. "
             f"Install {package}{works}."
         )
+    if any(each.is_tested for each in installed_packages([package])):
+        return ()
+    return expect_known_surface(package, Version(version(package)).public)
 
 
 def _exists(name: str) -> bool:
+    """Return whether a name as in `expect_package` can be imported."""
     module, _, attributes = name.partition(":")
     try:
         owner: Any = importlib.import_module(module)

@@ -1,8 +1,8 @@
-"""Comparison of the configuration on all ranks, with the model and the environment.
+"""Compare configuration, model and environment between all ranks, before the first collective depends on them.
 
-DeepSpeed reads its configuration on every rank by itself. Where one host has another file, ranks wait for each other in
-different collectives, or train on by different rules. So every rank takes part here first, with a section or without,
-and a difference is the same error on all of them.
+DeepSpeed reads the configuration on each rank separately. If a host has another file, ranks wait for each other in
+different collectives, or train by different rules. So all ranks compare their configurations first, also those without
+a section, and a difference is the same error on all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from ds_hetero.engine.differing_lines import differing_lines
-from ds_hetero.engine.ds_config import enabled
+from ds_hetero.engine.ds_config import has_active_section
 from ds_hetero.engine.registered_ranks import expect_all_registered
-from ds_hetero.engine.same_environment import expect_same_environment, own_environment
+from ds_hetero.engine.same_environment import announce_hidden_waits, expect_same_environment, own_environment
 from ds_hetero.engine.start_name import announce_lost_restarts
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.start import World
@@ -24,19 +24,19 @@ from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.section import SECTION, expect_section_name
 
 MAY_DIFFER = (
-    "aio",  # how fast a host's disks are
+    "aio",  # depends on the host's disks
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_param.nvme_path",
-    "tensorboard",  # rank 0 alone writes these
+    "tensorboard",  # this and the next four: only rank 0 writes them
     "wandb",
     "comet",
     "csv_monitor",
     "flops_profiler.output_file",
     "dump_state",  # printing
     "steps_per_print",
-    SECTION,  # its content is compared when it has been read, by `ds_hetero.job.start`
+    SECTION,  # `ds_hetero.job.start` compares its content after reading it
 )
-"""Keys of ds_config.json, with all that is below them, which may differ between ranks."""
+"""Keys of ds_config.json that may differ between ranks, with all keys below them."""
 
 _MISSING = "missing"
 _ON = "switched on"
@@ -47,18 +47,19 @@ _MODEL = "the model"
 def agree_on_configuration(
     ds_config: Mapping[str, object] | None, model: nn.Module | None = None, error: Exception | None = None
 ) -> None:
-    """Compare configuration, model and environment of all ranks, if any rank's configuration asks for this engine.
+    """Compare configuration, model and environment of all ranks, if the configuration of any rank has a section.
 
     Args:
-        ds_config: this rank's; None where there is none, or none that could be read.
-        error: why ``ds_config`` could not be read.
+        ds_config: this rank's configuration; None if there is none, or it could not be read.
+        model: this rank's model, if it is known.
+        error: why the configuration could not be read.
 
     Caller: every rank of the world, with a section or without.
     Collectives: one `on_all_ranks`, if there is a process group.
 
     Raises:
-        ConfigError: on every rank, when a difference is found, naming key, ranks and values; or when a key of the
-            configuration is a misspelling of the section's name.
+        ConfigError: on every rank: there is a difference, of which the message has key, ranks and values; or a key of
+            the configuration is a misspelling of the section's name.
     """
 
     def view() -> dict[str, str]:
@@ -66,7 +67,7 @@ def agree_on_configuration(
         if ds_config is None:
             return {SECTION: _MISSING if error is None else f"unknown, since ds_config.json cannot be read: {error}"}
         expect_section_name(ds_config)
-        if not enabled(ds_config):
+        if not has_active_section(ds_config):
             state = 'switched off ("enabled": false)' if SECTION in ds_config else _MISSING
             return {SECTION: state, **dict(_leaves(ds_config))}
         content = {SECTION: _ON, **dict(_leaves(ds_config))}
@@ -75,21 +76,26 @@ def agree_on_configuration(
         return content
 
     def view_and_environment() -> tuple[dict[str, str], dict[str, str]]:
-        own_view = view()
-        return own_view, own_environment() if own_view[SECTION] == _ON else {}
+        local_view = view()
+        return local_view, own_environment() if local_view[SECTION] == _ON else {}
 
     expect_all_registered()
     views, environments = zip(*World.current().on_all_ranks(view_and_environment), strict=True)
     if any(configuration[SECTION] == _ON for configuration in views):
         _expect_same_configuration(views)
         expect_same_environment(environments)
+        announce_hidden_waits()
         announce_lost_restarts()
 
 
 def _expect_same_configuration(views: Sequence[Mapping[str, str]]) -> None:
-    """Refuse configurations or models that differ between ranks. Raises `ConfigError`."""
+    """Check that all ranks have the same configuration and model. Raises `ConfigError`: they differ.
+
+    Args:
+        views: the texts to compare of every rank, by key.
+    """
     if len({view[SECTION] for view in views}) > 1:
-        keys = [SECTION]  # without a section a rank's other keys are of no interest
+        keys = [SECTION]  # if some ranks have no section, their other keys do not matter
     else:
         keys = sorted(set().union(*views))
     labels = {key: f'"{key}"' for key in keys if key != _MODEL}
@@ -102,7 +108,7 @@ def _expect_same_configuration(views: Sequence[Mapping[str, str]]) -> None:
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the canonical text of every value in nested objects, except keys that may differ."""
+    """Yield the path and the JSON text of every value in nested objects, except below keys that may differ."""
     if path in MAY_DIFFER:
         return
     if isinstance(value, Mapping) and value:
@@ -113,11 +119,11 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _structure(model: nn.Module) -> str:
-    """Describe a model's parameters: how many there are, and a checksum of names, whole shapes and what is trained."""
+    """Describe a model's parameters by their number and a checksum of names, shapes and which of them are trained."""
     parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     shapes = []
     for name, parameter in parameters.items():
-        shapes.append((name, tuple(getattr(parameter, "ds_shape", parameter.shape))))  # ds_shape: whole, on ZeRO-3
+        shapes.append((name, tuple(getattr(parameter, "ds_shape", parameter.shape))))  # ds_shape: whole shape on ZeRO-3
     checksum = hashlib.sha256(repr((shapes, trained)).encode()).hexdigest()[:8]
     return f"{len(shapes)} parameters, {len(trained)} of them trained, names and shapes {checksum}"

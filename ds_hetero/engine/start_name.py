@@ -1,16 +1,17 @@
-"""Names of starts: jobs that torchrun starts again meet under a new name in its store.
+"""Give each start of a job that torchrun restarts its own name in torchrun's store.
 
-torchrun's agent keeps one store over all restarts. torch's process groups would read the addresses of the ranks before
-the restart there, and fail ("Connection refused"). ``TORCHELASTIC_RESTART_COUNT`` cannot tell starts apart: every agent
-counts for itself. So rank 0 draws a name for the start, and each rank learns it in exchange for a word that it draws:
+torchrun's agent keeps one store over all restarts. torch's process groups would find the addresses of the ranks before
+the restart there, and fail ("Connection refused"). So process groups of each start use keys with the name of the start.
+``TORCHELASTIC_RESTART_COUNT`` cannot be that name, since every agent counts for itself. Instead, rank 0 draws a random
+name, and sends it to each rank in answer to a random word of that rank:
 
     key            value                                    written by
-    hello/RANK     a word that RANK has drawn               RANK, when it comes
+    hello/RANK     a random word of RANK                    RANK, at its start
     answer/WORD    the name of the start                    rank 0, for every word that it reads
     hello/RANK     the name of the start                    RANK, when it has read the answer
 
-Rank 0 goes on when every rank's ``hello`` is the name. A word that a rank before a restart has left is answered, too,
-and the answer is not read; the rank that comes writes over it.
+Rank 0 goes on when ``hello`` of every rank is the name. A rank from before the restart may have left a word. Rank 0
+answers this one too, but nobody reads the answer, and the new rank writes over the word.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _PREFIX = "ds_hetero/starts"
 _WARN_AFTER_S = 60.0  # other ranks may be importing; chosen, never measured
 _POLL_S = 0.05
 
-_has_named_store = False
+_has_named_store = False  # whether a process group of this process uses such a name
 
 
 def install(patches: Patches) -> None:
-    """Let process groups that are made from here on meet under `name_of_start`, where torchrun keeps the store.
+    """Let process groups that are made from now on use the name of the start, if torchrun keeps the store.
 
-    It replaces the function by which ``torch.distributed.rendezvous`` makes the store of every TCP and environment
+    This replaces the function with which ``torch.distributed.rendezvous`` makes the store of TCP and environment
     rendezvous.
     """
 
@@ -60,42 +61,46 @@ def install(patches: Patches) -> None:
 
         return create
 
-    module = importlib.import_module("torch.distributed.rendezvous")  # whose name is that of a function, too
+    # Not "import torch.distributed.rendezvous": that name is a function in torch.distributed.
+    module = importlib.import_module("torch.distributed.rendezvous")
     patches.replace(module, "_create_c10d_store", named)
 
 
 def is_kept_by_launcher(hostname: str, port: int) -> bool:
-    """Whether torchrun keeps the store at this address, so that it outlives the ranks."""
+    """Return whether torchrun keeps the store at this address, so that it outlives the ranks."""
     address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address == (hostname, str(port))
 
 
 @functools.cache
 def announce_lost_restarts() -> None:
-    """Say once, on rank 0, that this job's process group was made too early to be started again; every rank."""
+    """Announce once, on rank 0, if this job's process group was made too early for restarts. Caller: every rank."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_kept and restarts and not _has_named_store and dist.get_world_size() > 1 and dist.get_rank() == 0:
         announce(
             f"torchrun is to restart this job (--max-restarts {restarts}), but its process group was made before "
-            "ds_hetero.register(). torch's ranks find the addresses of those before a restart then, and fail with "
+            "ds_hetero.register(). After a restart, ranks would find the addresses of the former ranks, and fail with "
             '"Connection refused". Call register() before anything that makes a process group, such as '
             "TrainingArguments; or start torchrun with --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
         )
 
 
 def name_of_start(store: Store, rank: int, size: int) -> str:
-    """Return a name for the processes that call this together, new at each start. Raises `PeerError`: who is absent.
+    """Return the name of this start, which is the same on all ranks and new at each start.
 
-    Caller: every rank; waits for all, as long as the store's timeout.
+    Caller: every rank; it waits for the others.
+
+    Raises:
+        PeerError: ranks have not called this within the store's timeout.
     """
-    meeting = PrefixStore(_PREFIX, store)
+    prefixed = PrefixStore(_PREFIX, store)
     timeout: timedelta = store.timeout  # type: ignore[attr-defined]
-    return _give_name(meeting, size, timeout) if rank == 0 else _ask_name(meeting, rank, timeout)
+    return _give_name(prefixed, size, timeout) if rank == 0 else _ask_name(prefixed, rank, timeout)
 
 
-def _give_name(meeting: Store, size: int, timeout: timedelta) -> str:
-    """Take rank 0's part: answer every word until all ranks have the name, and return it."""
+def _give_name(store: Store, size: int, timeout: timedelta) -> str:
+    """On rank 0: draw a name, send it to every rank in answer to its random word, and return the name."""
     name = secrets.token_hex(8)
     missing = list(range(1, size))
     begin = time.monotonic()
@@ -103,10 +108,10 @@ def _give_name(meeting: Store, size: int, timeout: timedelta) -> str:
     while missing:
         words = {}
         for rank in missing:
-            if meeting.check([f"hello/{rank}"]):
-                words[rank] = meeting.get(f"hello/{rank}").decode()
+            if store.check([f"hello/{rank}"]):
+                words[rank] = store.get(f"hello/{rank}").decode()
         for word in words.values():
-            meeting.set(f"answer/{word}", name)
+            store.set(f"answer/{word}", name)
         missing = [rank for rank in missing if words.get(rank) != name]
         waited_s = time.monotonic() - begin
         if missing and waited_s > timeout.total_seconds():
@@ -118,20 +123,21 @@ def _give_name(meeting: Store, size: int, timeout: timedelta) -> str:
     return name
 
 
-def _ask_name(meeting: Store, rank: int, timeout: timedelta) -> str:
-    """Take the part of any other rank: ask for the name in exchange for a word, and return it."""
+def _ask_name(store: Store, rank: int, timeout: timedelta) -> str:
+    """On any other rank: send rank 0 a random word, wait for the name in answer to this word, and return the name."""
     word = secrets.token_hex(8)
-    meeting.set(f"hello/{rank}", word)
+    store.set(f"hello/{rank}", word)
     try:
-        name = meeting.get(f"answer/{word}").decode()
+        name = store.get(f"answer/{word}").decode()
     except RuntimeError as error:
         raise PeerError(_missing_text([0], timeout.total_seconds())) from error
-    meeting.set(f"hello/{rank}", name)
+    store.set(f"hello/{rank}", name)
     return name
 
 
 def _missing_text(missing: list[int], waited_s: float) -> str:
+    """Return the message on ranks that have not made the process group after ``waited_s`` seconds."""
     return (
-        f"{ranks_text(missing)} did not come to the making of the process group within {waited_s:.0f} s, or called "
-        "ds_hetero.register() after it, or not at all: every rank has to call it at the same place."
+        f"{ranks_text(missing)} did not make the process group within {waited_s:.0f} s, or called ds_hetero.register() "
+        "after it, or not at all. Call register() on every rank, at the same place of the script."
     )

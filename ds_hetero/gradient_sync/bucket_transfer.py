@@ -1,11 +1,13 @@
-"""Transfer of a bucket: where its elements lie in this rank's tensors, and the all-to-all that carries them.
+"""Move the chunks of a bucket between this rank's tensors and their owners, with one all-to-all per direction.
 
-The same flat buffer serves both directions: chunks in the order of their owners, so that the elements of one owner are
-one contiguous piece.
+A contributor has one flat buffer for both directions. Its chunks are in the order of their owners, so that the elements
+of one owner are contiguous:
 
-    buffer     | chunks of owner 0 | chunks of owner 2 | ...       of a rank that contributes, and holds
-    reduce     every contributor -> every owner        its piece   [sources, owned elements] arrive
-    gather     every owner -> every contributor        all it owns
+    buffer     | chunks of owner 0 | chunks of owner 2 | ...
+
+    direction  message                                                    arrives as
+    reduce     contributor -> owner: the gradients of the owner's chunks  [contributors, owned elements] at the owner
+    gather     owner -> contributor: the values of the owner's chunks     the buffer, at every contributor
 
     state      reduce                                  gather
     empty      pack, until is_full                     start_gather -> under way
@@ -16,7 +18,6 @@ one contiguous piece.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -34,32 +35,37 @@ from ds_hetero.sharding.gradient_chunks import Box, Chunk, box_size
 class BucketDtypes(NamedTuple):
     """Dtypes of the elements of a bucket."""
 
-    wire: torch.dtype  # while they travel
-    kept: torch.dtype  # what their owner keeps and adds them up in
+    message: torch.dtype  # in messages
+    owner: torch.dtype  # at their owner, which adds gradients up in this dtype
 
 
 class BucketTransfer:
-    """The transfer of one bucket, in either direction, as one of its members takes part in it.
+    """This rank's side of a bucket's transfers: packs, sends and receives gradients, or sends and receives values.
 
     Args:
-        group: process group of its members; None where this rank is the only one.
+        bucket: the bucket, of which this rank is a member.
+        group: process group of the bucket's members; None if this rank is the only one.
+        rank: this rank.
+        device: of the messages.
 
     Attributes:
-        pieces: by name of the parameter, the chunks that this rank contributes or holds and their offsets in the
-            bucket.
+        sources: ranks that contribute to the bucket, ascending.
+        owned: chunks whose owner is this rank.
+        pieces: chunks that this rank contributes or holds, each with its offset in the buffer in elements, by name of
+            the parameter.
     """
 
     def __init__(self, bucket: Bucket, group: ProcessGroup | None, rank: int, device: torch.device) -> None:
         assert isinstance(bucket.dtypes, BucketDtypes)
         self.dtypes = bucket.dtypes
-        self.sources = sorted(bucket.contributors)  # the bucket's contributors, ascending
-        self.owned = bucket.owned(rank)  # chunks whose owner is this rank
+        self.sources = sorted(bucket.contributors)
+        self.owned = bucket.owned(rank)
         self.pieces = _pieces(bucket) if rank in bucket.contributors else {}
         self._members, self._group, self._device = bucket.members, group, device
         self._size = sum(bucket.owned_sizes())
         self._owned_size = sum(chunk.size for chunk in self.owned)
         self._to_owners, self._from_contributors = bucket.reduce_sizes(rank)
-        self._missing = set(self.pieces)  # names whose gradients are not packed yet in this step
+        self._missing = set(self.pieces)  # names of parameters whose gradients are not packed yet in this step
         self._send: Tensor | None = None
         self._received: Tensor | None = None
         self._work: dist.Work | None = None
@@ -96,13 +102,16 @@ class BucketTransfer:
         self._start("gradients to owners", send, self._to_owners, received, self._from_contributors)
 
     def reduced(self) -> Tensor:
-        """Wait for what the sources sent, return it as ``[sources, owned elements]``, and empty the bucket."""
+        """Wait for the gradients of all sources, return them as ``[sources, owned elements]``, and empty the bucket."""
         received = self._finish()
         self._missing = set(self.pieces)
         return received.view(len(self.sources), self._owned_size)
 
     def start_gather(self, values: Sequence[Tensor]) -> None:
-        """Send the owned chunks to every rank that holds them.
+        """Send the chunks that this rank owns to every rank that holds them.
+
+        Args:
+            values: the elements of each owned chunk, flat.
 
         Caller: every member of the bucket.
         Collectives: one all_to_all_single, not waited for.
@@ -115,11 +124,11 @@ class BucketTransfer:
             self._received = payload
             return
         received = self._empty(sum(self._to_owners))
-        payload = payload.repeat(len(self.sources))  # one copy for each: every contributor holds all of it
+        payload = payload.repeat(len(self.sources))  # one copy for each contributor: each holds all of the bucket
         self._start("values to holders", payload, self._from_contributors, received, self._to_owners)
 
     def gathered(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """Name, box and values of all that this rank holds; waits for them, and empties the bucket."""
+        """Wait for the values of all owners, empty the bucket, and yield name, box and values of each piece."""
         received = self._finish()
         for name, pieces in self.pieces.items():
             for chunk, offset in pieces:
@@ -130,15 +139,28 @@ class BucketTransfer:
         """Whether `reduced` or `gathered` would return without waiting."""
         return self._work is None or self._work.is_completed()
 
-    def _start(self, what: str, send: Tensor, sent: list[int], received: Tensor, arriving: list[int]) -> None:
-        # Kept until the collective has ended: it reads and writes them in the background.
-        self._what, self._send, self._received = what, send, received
-        with record_function(f"ds_hetero: {what}, {self._size} elements among {self._members}"):
-            self._work = dist.all_to_all_single(received, send, arriving, sent, group=self._group, async_op=True)
+    def _start(
+        self, content: str, send: Tensor, send_sizes: list[int], received: Tensor, receive_sizes: list[int]
+    ) -> None:
+        """Start the all-to-all.
+
+        Args:
+            content: noun for traces and error messages, such as "gradients to owners".
+            send_sizes: numbers of elements to each member.
+            receive_sizes: numbers of elements from each member.
+        """
+        # References until the collective has ended, since it reads and writes the tensors in the background.
+        self._send, self._received = send, received
+        self._content = content
+        with record_function(f"ds_hetero: {content}, {self._size} elements among {self._members}"):
+            self._work = dist.all_to_all_single(
+                received, send, receive_sizes, send_sizes, group=self._group, async_op=True
+            )
 
     def _finish(self) -> Tensor:
+        """Wait for the all-to-all, if there is one, and return the buffer that it filled."""
         if self._work is not None:
-            with waiting_for_peers(f"exchanging {self._what} with the other replicas"):
+            with waiting_for_peers(f"exchanging {self._content} with the other replicas"):
                 self._work.wait()
         received = self._received
         assert received is not None
@@ -146,21 +168,22 @@ class BucketTransfer:
         return received
 
     def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=self.dtypes.wire, device=self._device)
+        return torch.empty(size, dtype=self.dtypes.message, device=self._device)
 
 
 def _pieces(bucket: Bucket) -> dict[str, list[tuple[Chunk, int]]]:
-    """Return all chunks of a bucket with their offsets in its buffer, owner after owner, by name of the parameter."""
-    by_owner = [chunk for member in bucket.members for chunk in bucket.owned(member)]
-    offsets = accumulate((chunk.size for chunk in by_owner), initial=0)  # one more than there are chunks
+    """Return every chunk of a bucket with its offset in the buffer, owner after owner, by name of the parameter."""
     pieces: dict[str, list[tuple[Chunk, int]]] = {}
-    for chunk, offset in zip(by_owner, offsets, strict=False):
-        pieces.setdefault(chunk.name, []).append((chunk, offset))
+    offset = 0
+    for member in bucket.members:
+        for chunk in bucket.owned(member):
+            pieces.setdefault(chunk.name, []).append((chunk, offset))
+            offset += chunk.size
     return pieces
 
 
 def _by_box(chunk: Chunk, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yield every box of a chunk with its elements out of the chunk's flat values."""
+    """Yield every box of a chunk with a view of its elements in ``flat``, which has all boxes end to end."""
     parts = flat.split_with_sizes([box_size(box) for box in chunk.boxes])
     for box, part in zip(chunk.boxes, parts, strict=True):
         yield box, part.view([stop - start for start, stop in box])

@@ -1,12 +1,11 @@
-"""Move parameters and optimizer state from old owners to new ones, where a plan of the job changes.
+"""Move parameters and optimizer state from their old owners to the new ones when the job's plan changes.
 
-A rank owns a list of boxes of a parameter; its values are a flat tensor, box after box. Old owners and new owners cut a
-parameter differently, and every element travels from the one to the other, or stays: no element is computed with, so it
-has the bits that it had.
+A rank owns a list of boxes of a parameter, and has their values in a flat tensor, box after box. Each element is sent
+from its old to its new owner, or stays. Nothing is computed, so every element keeps its bits. Example:
 
-    rank   owned      owns from now on    messages
-    0      rows 0-3   rows 0-1            rows 2-3 to rank 1
-    1      rows 4-5   rows 2-5            keeps rows 4-5
+    rank   before     afterwards    messages
+    0      rows 0-3   rows 0-1      sends rows 2-3 to rank 1
+    1      rows 4-5   rows 2-5      receives rows 2-3
 """
 
 from __future__ import annotations
@@ -25,29 +24,34 @@ Owned = Sequence[Sequence[Box]]
 """Boxes of one parameter, by the rank that owns them."""
 
 
-class _Arrival(NamedTuple):
-    """Elements that this rank owns from now on, as they come from one old owner."""
+class _IncomingMessage(NamedTuple):
+    """Elements that one old owner sends to this rank, their new owner."""
 
-    target: Tensor  # flat, all that this rank owns of the parameter
-    parts: list[Box]  # where the message belongs in it
-    message: Tensor  # flat, the parts one after the other
+    target: Tensor  # flat: everything that this rank owns of the parameter afterwards
+    parts: list[Box]  # boxes of the parameter that the message consists of
+    elements: Tensor  # flat: the elements of ``parts``, one part after the other
 
 
 def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give this rank what it owns of one parameter from now on; return its values, flat.
+    """Move one parameter and its optimizer state to the new owners; return this rank's values afterwards.
 
     Args:
-        values: of what this rank owned, flat, by what they are: the parameter itself, moments of its optimizer.
-        like: an empty tensor of the dtype and on the device of each of ``values``; the same names in the same order on
+        values: this rank's values before, flat, by kind: the parameter, and each moment of the optimizer.
+        old: boxes of every rank before, by rank.
+        new: boxes of every rank afterwards, by rank.
+        like: for every kind of value, an empty tensor with its dtype and device; the same kinds in the same order on
             every rank.
 
+    Returns:
+        This rank's values afterwards, flat, by kind.
+
     Caller: every rank of the world, for the same parameters in the same order.
-    Collectives: messages between old and new owners.
+    Collectives: none; point-to-point messages between old and new owners, in one batch.
     """
     rank = dist.get_rank()
     size = sum(map(box_size, new[rank]))
     moved = {name: empty.new_empty(size) for name, empty in like.items()}
-    arrivals: list[_Arrival] = []
+    incoming_messages: list[_IncomingMessage] = []
     messages: list[dist.P2POp] = []
     # Both ends walk the ranks in order and the names in order, so that messages of a pair match one by one.
     for other in range(len(old)):
@@ -56,50 +60,58 @@ def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mappi
             continue
         for name, target in moved.items():
             message = target.new_empty(sum(map(box_size, parts)))
-            arrivals.append(_Arrival(target, parts, message))
+            incoming_messages.append(_IncomingMessage(target, parts, message))
             if other == rank:
-                message.copy_(_packed(values[name], old[rank], parts))
+                message.copy_(_pack(values[name], old[rank], parts))
             else:
                 messages.append(dist.P2POp(dist.irecv, message, other))
     for other in range(len(new)):
         parts = list(overlaps(old[rank], new[other]))
         if not parts or other == rank:
             continue
-        packed = [_packed(values[name], old[rank], parts) for name in moved]
+        packed = [_pack(values[name], old[rank], parts) for name in moved]
         messages += [dist.P2POp(dist.isend, message, other) for message in packed]
     with waiting_for_peers("moving layers between stages"):
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
-    for arrival in arrivals:
-        _unpack(arrival, new[rank])
+    for incoming in incoming_messages:
+        _unpack(incoming, new[rank])
     return moved
 
 
-def _packed(values: Tensor, boxes: Sequence[Box], parts: Sequence[Box]) -> Tensor:
-    """Return elements of ``parts`` out of the flat values of ``boxes``, one part after the other."""
+def _pack(values: Tensor, boxes: Sequence[Box], parts: Sequence[Box]) -> Tensor:
+    """Return the elements of ``parts``, one part after the other, from ``values``, the flat elements of ``boxes``."""
     return torch.cat([_view(values, boxes, part).reshape(-1) for part in parts])
 
 
-def _unpack(arrival: _Arrival, boxes: Sequence[Box]) -> None:
-    """Put every part of a message into its place among the flat values of ``boxes``."""
-    sizes = [box_size(part) for part in arrival.parts]
-    for part, elements in zip(arrival.parts, arrival.message.split_with_sizes(sizes), strict=True):
-        view = _view(arrival.target, boxes, part)
+def _unpack(incoming: _IncomingMessage, boxes: Sequence[Box]) -> None:
+    """Copy every part of a message into ``incoming.target``, which has the elements of ``boxes``, flat."""
+    sizes = [box_size(part) for part in incoming.parts]
+    for part, elements in zip(incoming.parts, incoming.elements.split_with_sizes(sizes), strict=True):
+        view = _view(incoming.target, boxes, part)
         view.copy_(elements.view(view.shape))
 
 
 def _view(values: Tensor, boxes: Sequence[Box], part: Box) -> Tensor:
-    """Return the elements of ``part`` among the flat values of ``boxes``, one of which contains it."""
+    """Return a view of the elements of ``part`` in ``values``, the flat elements of ``boxes``.
+
+    One of the boxes contains ``part``; the view has the shape of ``part``.
+    """
     offset = 0
     for box in boxes:
         size = box_size(box)
         if _contains(box, part):
             shaped = values[offset : offset + size].view([stop - start for start, stop in box])
             # Rows 4 to 6 of the box of rows 3 to 8 are its rows 1 to 3.
-            return shaped[tuple(slice(a - start, b - start) for (start, _), (a, b) in zip(box, part, strict=True))]
+            slices = []
+            for (start, stop), (box_start, _) in zip(part, box, strict=True):
+                slices.append(slice(start - box_start, stop - box_start))
+            return shaped[tuple(slices)]
         offset += size
     raise AssertionError("a part lies in one of the boxes that it was cut from")
 
 
 def _contains(box: Box, part: Box) -> bool:
-    return all(start <= a and b <= stop for (start, stop), (a, b) in zip(box, part, strict=True))
+    """Whether all elements of ``part`` are in ``box``."""
+    ranges = zip(box, part, strict=True)
+    return all(box_start <= start and stop <= box_stop for (box_start, box_stop), (start, stop) in ranges)

@@ -1,4 +1,4 @@
-"""A rank's shard of a parameter: which elements of the whole it is, and where they lie in the rank's tensor."""
+"""Shard of a parameter on one rank: which elements of the parameter it has, and where they are in the rank's tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of a parameter on one rank: everything between ``start`` and ``stop`` along the dimension of its cut."""
+    """Part of a parameter on one rank: ``[start, stop)`` along the cut dimension, or of the flat elements."""
 
     layout: ParameterLayout
-    cut: Cut
+    cut: Cut  # that of the rank's replica
     start: int
     stop: int
 
@@ -43,21 +43,24 @@ class Shard:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the rank's tensor is a part of the flat elements and no dimension is left of the parameter's."""
+        """Whether the rank's tensor is 1-D, a part of the flat elements without the parameter's dimensions."""
         return self.cut.dim is None and self.shape != self.layout.shape
 
     def view(self, tensor: Tensor, box: Box) -> Tensor:
-        """The elements of ``box``, which is given in the whole parameter, as a view of this rank's ``tensor``."""
+        """Return a view of this rank's ``tensor``: the elements of ``box``, a box of the whole parameter."""
         return self._flat_view(tensor, box) if self.is_flat else self._view(tensor, box)
 
     def _view(self, tensor: Tensor, box: Box) -> Tensor:
+        """Return the view of `view`, if ``tensor`` has the parameter's dimensions."""
         # Rows 4 to 8 of a [10, 3] parameter on this rank: its row 4 is row 0 of the tensor.
         offsets = [self.start if dim == self.cut.dim else 0 for dim in range(len(box))]
-        return tensor[
-            tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))
-        ]
+        slices = []
+        for (start, stop), offset in zip(box, offsets, strict=True):
+            slices.append(slice(start - offset, stop - offset))
+        return tensor[tuple(slices)]
 
     def _flat_view(self, tensor: Tensor, box: Box) -> Tensor:
+        """Return the view of `view`, if ``tensor`` is 1-D and has a part of the parameter's flat elements."""
         # Elements 12 to 24 of a [10, 3] parameter on this rank, 1-D: the box of rows 4 and 5, columns 0 to 3 has
         # strides (3, 1) there as in the whole parameter, and begins at 4 * 3 + 0 * 1 - 12 = 0.
         shape = self.layout.shape
@@ -68,17 +71,21 @@ class Shard:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter or gradient, be it a DTensor or not; without autograd."""
+    """Return this rank's shard of a parameter or gradient, detached from autograd: the local tensor of a DTensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def whole_parameter(tensor: Tensor) -> Tensor:
-    """Return all of a parameter on the CPU; every rank of its mesh, if it has one, takes part."""
+def full_parameter(tensor: Tensor) -> Tensor:
+    """Return the full parameter on the CPU.
+
+    Caller: for a DTensor, every rank of its mesh.
+    Collectives: for a DTensor, its all-gather.
+    """
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def held_box(tensor: Tensor) -> Box:
-    """Return this rank's part of a parameter: all of it, or its shard of a DTensor."""
+def local_box(tensor: Tensor) -> Box:
+    """Return the box of a parameter that this rank holds: all of it, or this rank's shard of a DTensor."""
     box = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor) and isinstance(placement := tensor.placements[0], placement_types.Shard):
         dim, mesh = placement.dim, tensor.device_mesh
@@ -87,7 +94,7 @@ def held_box(tensor: Tensor) -> Box:
 
 
 def _torch_chunk(size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Return where torch.chunk cuts a DTensor: 10 rows over 4 ranks as 3, 3, 3 and 1."""
+    """Return ``(start, stop)`` of one part as torch.chunk cuts a DTensor: 10 rows over 4 ranks as 3, 3, 3 and 1."""
     step = -(-size // num_parts)  # rounded up
     start = min(step * part, size)
     return start, min(start + step, size)

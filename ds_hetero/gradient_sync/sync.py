@@ -1,12 +1,13 @@
 """Asymmetric gradient synchronization: replicas that cut their parameters differently train as one model.
 
-`ds_hetero.sharding.gradient_chunks` says which ranks sum, own and hold what; here it moves. Both directions are
-all-to-alls between the members of a bucket: every contributor sends every owner its chunks, and every owner sends every
-holder their new values. That is what a ring reduce-scatter and a ring all-gather send, rank by rank, but parts may be
-uneven, an owner need not hold anything, 16-bit gradients are added up in fp32 by their owner instead of rounded at
-every hop, and weights are applied there.
+`ds_hetero.sharding.gradient_chunks` cuts parameters into chunks, each with its contributors, owner and holders; this
+module sends the chunks. In a step the contributors of a bucket of chunks send gradients to the owners, which add them
+up. After the optimizer's step the owners send the new values to all holders. Each direction is one all-to-all between
+the members of a bucket. A rank sends as many bytes as in a ring reduce-scatter and a ring all-gather. But parts may be
+uneven, an owner need not be a holder, and owners add 16-bit gradients up in fp32, where a ring rounds the sum at every
+rank.
 
-Buckets start in one order on every rank, so that communicators which share ranks cannot wait for each other.
+All ranks start the buckets in the same order, so that communicators which share ranks cannot wait for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.errors import SyncError
-from ds_hetero.gradient_sync.agreement import agree, replicas_of
+from ds_hetero.gradient_sync.agreement import compare_arguments, replicas_of
 from ds_hetero.gradient_sync.bucket_transfer import BucketDtypes, BucketTransfer
 from ds_hetero.gradient_sync.replica_weights import token_weights
 from ds_hetero.gradient_sync.shards import Shard, local_tensor
@@ -38,7 +39,7 @@ from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of
 from ds_hetero.sharding.parameter_layouts import ParameterLayout
 from ds_hetero.sharding.zero_partition import ALIGNMENT
 
-_GATHERS_IN_FLIGHT = 4  # buckets whose new values are on their way at once
+_MAX_GATHERS_IN_FLIGHT = 4  # buckets whose new values are on their way at once; chosen, never measured
 
 
 class AsymmetricGradientSync:
@@ -47,43 +48,44 @@ class AsymmetricGradientSync:
         sync = AsymmetricGradientSync(dict(model.named_parameters()), layouts)
         optimizer = torch.optim.AdamW(sync.owned.values())
         for batch in loader:
-            sync.start(batch.num_tokens)  # where the loss is a mean over the replica's tokens
-            model(batch).backward()       # buckets leave as their gradients come
-            sync.finish()                 # owned values have their gradients
+            sync.start(batch.num_tokens)  # only for a loss that is a mean over the replica's tokens
+            model(batch).backward()       # a bucket is sent as soon as all its gradients are made
+            sync.finish()                 # afterwards the owned values have their gradients
             optimizer.step()
-            sync.gather()                 # model parameters have their new values
+            sync.gather()                 # afterwards the model's parameters have their new values
 
     Args:
-        parameters: what this rank holds, by name; a 1-D shard where the flat elements are cut. Their ``grad`` is taken
-            away as soon as it is packed.
-        layouts: of every parameter that is synchronized, in the order in which the forward uses them; the same on every
-            rank. Other parameters are left alone.
+        parameters: parameters that this rank holds, by name; 1-D shards where the flat elements are cut. Their ``grad``
+            is set to None as soon as it is copied into a bucket.
+        layouts: layouts of all parameters to synchronize, in the order in which the forward uses them; the same on
+            every rank. Parameters without a layout are left alone.
         group: a group of all ranks of the job; None for the default one.
-        bucket_bytes: a bucket leaves once a contributor has so much for it.
+        bucket_bytes: size of a bucket, in bytes that each contributor sends; the last parameter may exceed it.
         replicas: ranks of every replica, by which `start` weighs gradients; None if every layout has one cut for each
             replica, in the same order.
-        groups: process groups made so far, to be used again; left out, all are made anew.
-        communication_dtype: what gradients travel in; None for each parameter's own dtype.
+        groups: process groups that exist already and can be used again; None makes all of them anew.
+        communication_dtype: dtype of gradients in messages; None for each parameter's own dtype.
         owner_weights: see `ds_hetero.sharding.gradient_chunks.chunks_of`; the same on every rank.
         alignment: see `ds_hetero.sharding.gradient_chunks.chunks_of`.
 
     Attributes:
-        owned: by name, the 1-D fp32 values (fp64 for fp64 parameters) of what this rank owns of a parameter, with
-            gradients after `finish`. Every element of the model has one owner. Give them to an optimizer, in as many
-            parameter groups as wanted.
-        owned_boxes: by name, which elements of the whole parameter those are, box after box in row-major order.
-        bucket_bytes: as given.
-        held: names of what this rank holds and synchronizes.
-        reached: names of parameters whose gradients this rank has made in the step.
+        owned: the elements of every parameter that this rank owns, by the parameter's name: 1-D, in fp32 (fp64 for fp64
+            parameters), with gradients after `finish`. Every element of the model has one owner. Give these tensors to
+            an optimizer, in any parameter groups.
+        owned_boxes: where the elements of ``owned`` are in the full parameter: boxes in their order, by name.
+        bucket_bytes: the argument.
+        parameter_names: names of the parameters that this rank holds and synchronizes.
+        reached: names of parameters that a backward of this step has reached on this rank.
+        shapes: shapes of the full parameters, by name.
 
-    Caller: every rank of the job, in the same order as whatever else makes process groups.
-    Collectives: all_gathers of what must agree; one new_group per set of members that ``groups`` does not have; one
-    all_to_all_single per bucket and
-    direction, after which all replicas have the values of the first.
+    Caller: every rank of the job, in the same order as other calls that make process groups.
+    Collectives: all_gathers, by which ranks compare their arguments; one new_group for each set of members that
+        ``groups`` does not have; one all_to_all_single per bucket and direction, after which all replicas have the
+        values of the first replica.
 
     Raises:
-        SyncError: on every rank, when layouts or settings differ between ranks, or a rank's parameters are not those
-            that its layouts say.
+        SyncError: on every rank, when layouts or settings differ between ranks, or a rank's parameters do not have the
+            names, shapes and dtypes of its layouts.
     """
 
     def __init__(
@@ -104,13 +106,14 @@ class AsymmetricGradientSync:
         self._message_device = message_device(self._group)
         shards = {name: Shard.of(layout, self._rank) for name, layout in layouts.items()}
         self._shards = {name: shard for name, shard in shards.items() if shard}
-        given = None if replicas is None else tuple(tuple(sorted(ranks)) for ranks in replicas)
-        settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment, given
-        dtypes = agree(parameters, self._shards, layouts, settings, self._group, has_replicas=given is not None)
-        self.shapes = {name: layout.shape for name, layout in layouts.items()}  # of the whole parameters, by name
-        self._replicas = replicas_of(layouts) if given is None else given
+        named_replicas = None if replicas is None else tuple(tuple(sorted(ranks)) for ranks in replicas)
+        settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment, named_replicas
+        has_replicas = named_replicas is not None
+        dtypes = compare_arguments(parameters, self._shards, layouts, settings, self._group, has_replicas=has_replicas)
+        self.shapes = {name: layout.shape for name, layout in layouts.items()}
+        self._replicas = replicas_of(layouts) if named_replicas is None else named_replicas
         self._parameters = {name: parameters[name] for name in self._shards}
-        self.held = tuple(self._parameters)
+        self.parameter_names = tuple(self._parameters)
 
         # Last parameters first: a backward makes their gradients first, so that buckets fill and leave in this order.
         chunks: list[Chunk] = []
@@ -118,11 +121,11 @@ class AsymmetricGradientSync:
             chunks += chunks_of(name, layouts[name], alignment, owner_weights)
         self._device = next((parameter.device for parameter in self._parameters.values()), self._message_device)
         self.bucket_bytes = bucket_bytes
-        self._own(chunks, layouts, dtypes)
+        self._allocate_owned(chunks, layouts, dtypes)
         self._make_transfers(chunks, dtypes, communication_dtype, bucket_bytes, groups or ProcessGroups())
-        self._accumulating = self._holds_back = False
+        self._is_accumulating = self._delays_sends = False
         self._accumulated: dict[str, Tensor] = {}
-        self._tokens: tuple[dist.Work, Tensor] | None
+        self._tokens: tuple[dist.Work, Tensor] | None  # the gathering of every rank's tokens, and its result
         self._reset()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
@@ -130,55 +133,67 @@ class AsymmetricGradientSync:
         ]
 
     def start(self, tokens: int) -> None:
-        """Weigh this step's gradients by ``tokens`` instead of adding them. Raises `SyncError`: too late.
+        """Take a mean of this step's gradients that is weighted by ``tokens``, instead of their sum.
 
-        For losses that are means over the tokens of their replica: the result is the gradient of the mean over all
-        tokens. A replica without tokens counts nothing, whatever its gradients are. With gradient accumulation
-        ``tokens`` are those of all micro-batches, by which each of their losses is divided.
+        This is for losses that are means over the tokens of a replica: the result is the gradient of the mean over the
+        tokens of all replicas. The gradients of a replica without tokens are left out. With gradient accumulation give
+        the tokens of all micro-batches, and divide the loss of each micro-batch by this number.
 
         Args:
-            tokens: of this rank's replica; the same on each of its ranks.
+            tokens: tokens of this rank's replica; the same on each of its ranks.
 
-        Caller: every rank, before the backward whose gradients travel.
-        Collectives: one all_gather of an integer, waited for when the first sum is made.
+        Caller: every rank, before the backward that sends gradients.
+        Collectives: one all_gather of an integer, waited for when the first gradients are added up.
+
+        Raises:
+            SyncError: gradients of this step were sent already.
         """
         if self._packed:
-            raise SyncError("start() weighs the gradients of a step, so call it before the backward that sends them.")
-        own = torch.tensor([tokens], dtype=torch.int64, device=self._message_device)
-        table = own.new_empty(dist.get_world_size(self._group))
-        work = dist.all_gather(list(table.split_with_sizes([1] * len(table))), own, group=self._group, async_op=True)
+            raise SyncError(
+                "start() was called after a backward had sent gradients of this step, so it can no longer weigh them. "
+                "Call start() before this backward."
+            )
+        local_tokens = torch.tensor([tokens], dtype=torch.int64, device=self._message_device)
+        table = local_tokens.new_empty(dist.get_world_size(self._group))
+        entries = list(table.split_with_sizes([1] * len(table)))
+        work = dist.all_gather(entries, local_tokens, group=self._group, async_op=True)
         assert work is not None
         self._tokens = work, table
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the gradients of backwards inside add up, 16-bit ones in fp32; the next backward outside sends them."""
-        self._accumulating = True
+        """Accumulate gradients of the backwards inside the context; the next backward outside of it sends the sums.
+
+        16-bit gradients are accumulated in fp32.
+        """
+        self._is_accumulating = True
         try:
             yield
         finally:
-            self._accumulating = False
+            self._is_accumulating = False
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Let the buckets of the backward inside leave at the end, and not as their gradients come.
+        """Send the buckets of the backward inside the context at its end, not as soon as their gradients are made.
 
-        For a rank that others wait for to go on with their backwards: on NCCL a bucket occupies the device until all
-        its members have started it, so what they wait for has to be on its way by then.
+        This is for a stage whose input gradient other ranks need before they can run their own backwards. On NCCL a
+        bucket occupies the device until all its members have started it, so the input gradient has to be sent first.
         """
-        self._holds_back = True
+        self._delays_sends = True
         try:
             yield
         finally:
-            self._holds_back = False
+            self._delays_sends = False
         self._launch()
 
     def send_rest(self) -> None:
-        """Send gradients of zeros for parameters that the backwards of the step did not reach; `finish` does so too.
+        """Send the buckets that are not sent yet, with zeros for parameters that no backward of the step reached.
 
-        Caller: every rank, after the last backward of a step and before another collective of the group: a bucket that
-        left in the backward on one rank and in `finish` on another would change places with it.
-        Collectives: an all_to_all_single for every bucket that could not leave earlier.
+        `finish` does the same. Call this if another collective of the group comes before `finish`: some ranks send a
+        bucket in the backward already, so the other ranks have to send it before that collective.
+
+        Caller: every rank, after the last backward of a step.
+        Collectives: an all_to_all_single for every bucket that is not sent yet.
         """
         for name, parameter in self._parameters.items():
             if name not in self._packed:
@@ -186,16 +201,16 @@ class AsymmetricGradientSync:
         self._launch()
 
     def finish(self) -> None:
-        """Wait until this rank has the gradients of all elements that it owns, and give them to ``owned``.
+        """Wait for the gradients of all elements that this rank owns, and store them in ``owned``.
 
-        A parameter that the backward did not reach has a gradient of zeros.
+        A parameter that no backward reached has a gradient of zeros.
 
         Caller: every rank, once after the last backward of a step.
-        Collectives: an all_to_all_single for every bucket that could not leave earlier.
+        Collectives: an all_to_all_single for every bucket that is not sent yet.
         Sends: in all buckets of a step, `reduced_elements` of the communication dtype.
 
         Raises:
-            SyncError: on every rank, when ranks of one replica were given different tokens.
+            SyncError: on every rank, when ranks of one replica called `start` with different tokens.
             PeerError: another rank failed.
         """
         self.send_rest()
@@ -208,15 +223,18 @@ class AsymmetricGradientSync:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy ``owned`` values, in the parameters' dtype, to all holders. Raises `PeerError`: another rank failed.
+        """Send the ``owned`` values, in the parameters' dtype, to all holders.
 
         Caller: every rank, once after the optimizer's step.
         Collectives: one all_to_all_single per bucket.
         Sends: `gathered_elements` of the parameters' dtype.
+
+        Raises:
+            PeerError: another rank failed.
         """
         in_flight: deque[BucketTransfer] = deque()
         for transfer in self._gathers:
-            if len(in_flight) == _GATHERS_IN_FLIGHT:
+            if len(in_flight) == _MAX_GATHERS_IN_FLIGHT:
                 self._unpack(in_flight.popleft())
             transfer.start_gather([self.owned[chunk.name][self._extents[chunk]] for chunk in transfer.owned])
             in_flight.append(transfer)
@@ -224,9 +242,9 @@ class AsymmetricGradientSync:
             self._unpack(in_flight.popleft())
 
     def grad_norm(self) -> float:
-        """Return the norm of the whole model's gradient, elements counted once; after `finish`.
+        """Return the L2 norm of the gradient of all parameters of all replicas, each element counted once.
 
-        Caller: every rank.
+        Caller: every rank, after `finish`.
         Collectives: one all_reduce.
         """
         gradients = [parameter.grad for parameter in self.owned.values() if parameter.grad is not None]
@@ -238,12 +256,14 @@ class AsymmetricGradientSync:
         return float(square.sqrt())
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def _own(self, chunks: Collection[Chunk], names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
-        """Make the values that this rank owns; its chunks of a parameter lie end to end."""
+    def _allocate_owned(
+        self, chunks: Collection[Chunk], names: Collection[str], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Allocate ``owned``, in the order of ``names``; the owned chunks of a parameter lie end to end."""
         self._extents: dict[Chunk, slice] = {}
         sizes: dict[str, int] = {}
         self.owned_boxes: dict[str, tuple[Box, ...]] = {}
@@ -254,10 +274,10 @@ class AsymmetricGradientSync:
                 self._extents[chunk] = slice(start, start + chunk.size)
                 self.owned_boxes[chunk.name] = (*self.owned_boxes.get(chunk.name, ()), *chunk.boxes)
         self.owned: dict[str, nn.Parameter] = {}
-        self._sums: dict[str, Tensor] = {}  # of the step, made as they come
+        self._sums: dict[str, Tensor] = {}  # gradients of this rank's owned elements in this step, by name
         for name in names:
             if name in sizes:
-                values = torch.zeros(sizes[name], dtype=_kept(dtypes[name]), device=self._device)
+                values = torch.zeros(sizes[name], dtype=_owner_dtype(dtypes[name]), device=self._device)
                 self.owned[name] = nn.Parameter(values)
 
     def _make_transfers(
@@ -266,11 +286,15 @@ class AsymmetricGradientSync:
         dtypes: Mapping[str, torch.dtype],
         communication_dtype: torch.dtype | None,
         bucket_bytes: int,
-        made: ProcessGroups,
+        existing_groups: ProcessGroups,
     ) -> None:
-        """Make buckets and process groups, the same on every rank, and the transfers that this rank takes part in."""
-        wires = {name: communication_dtype or dtype for name, dtype in dtypes.items()}
-        reduce = _fuse(chunks, lambda chunk: chunk.contributors, wires, dtypes, bucket_bytes)
+        """Make buckets and process groups, the same on every rank, and the transfers of which this rank is a member.
+
+        Args:
+            existing_groups: process groups that exist already; missing ones are added to it.
+        """
+        message_dtypes = {name: communication_dtype or dtype for name, dtype in dtypes.items()}
+        reduce = _fuse(chunks, lambda chunk: chunk.contributors, message_dtypes, dtypes, bucket_bytes)
         # First layers first: the next forward runs in this order.
         gather = _fuse(chunks, lambda chunk: chunk.holders, dtypes, dtypes, bucket_bytes)[::-1]
         groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(dist.get_world_size())): self._group}
@@ -281,27 +305,29 @@ class AsymmetricGradientSync:
             pairs.setdefault(bucket.members, set()).update((owner, holder) for holder, owner in bucket.pairs())
         for members in sorted(pairs):  # sorted: all ranks make the groups in one order, since making one is collective
             if members not in groups:
-                groups[members] = made.of(members, "gradient sync") if len(members) > 1 else None
+                groups[members] = existing_groups.of(members, "gradient sync") if len(members) > 1 else None
             # Ranks are connected here, not by the first all-to-all of a bucket: that starts in a hook of the backward,
             # where a stage could wait to be connected to one that waits for the gradient of this backward.
             group = groups[members]
             if group is not None:
-                made.connections_of(group).make(pairs[members])
+                existing_groups.connections_of(group).make(pairs[members])
 
         def transfers(buckets: Sequence[Bucket]) -> list[BucketTransfer]:
-            own = [bucket for bucket in buckets if self._rank in bucket.members]
-            return [BucketTransfer(bucket, groups[bucket.members], self._rank, self._device) for bucket in own]
+            local_buckets = [bucket for bucket in buckets if self._rank in bucket.members]
+            return [
+                BucketTransfer(bucket, groups[bucket.members], self._rank, self._device) for bucket in local_buckets
+            ]
 
         self._reductions, self._gathers = transfers(reduce), transfers(gather)
         self._reductions_of: dict[str, list[BucketTransfer]] = {name: [] for name in self._shards}
         for transfer in self._reductions:
             for name in transfer.pieces:
                 self._reductions_of[name].append(transfer)
-        self._take_first_replica(transfers([_from_first_contributor(bucket) for bucket in reduce]))
+        self._broadcast_first_replica(transfers([_from_first_contributor(bucket) for bucket in reduce]))
 
     @torch.no_grad()
-    def _take_first_replica(self, transfers: Sequence[BucketTransfer]) -> None:
-        """Let every owner take the values of the first replica, and every holder those of the owners."""
+    def _broadcast_first_replica(self, transfers: Sequence[BucketTransfer]) -> None:
+        """Copy the first replica's values to the owners, and from there to all holders: replicas start equal."""
         for transfer in transfers:
             for name in transfer.pieces:
                 transfer.pack(name, local_tensor(self._parameters[name]), self._shards[name])
@@ -311,30 +337,35 @@ class AsymmetricGradientSync:
         self.gather()
 
     def _reset(self) -> None:
-        self._packed: set[str] = set()
+        """Clear the state of a step."""
+        self._packed: set[str] = set()  # names of parameters whose gradients are in their buckets
         self.reached: set[str] = set()
-        self._next = 0  # index of the reduction whose turn it is: those before it have left
+        self._next_reduction = 0  # index in ``_reductions`` of the bucket that starts next
         self._in_flight: deque[BucketTransfer] = deque()
         self._tokens = None
         self._weights: dict[int, float] | None = None
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Take the gradient that a backward has just made."""
+        """Accumulate or send a gradient that a backward has just made; called by a hook.
+
+        Raises:
+            SyncError: a backward of this step has made a gradient of this parameter before.
+        """
         self.reached.add(name)
-        if self._accumulating:
+        if self._is_accumulating:
             self._accumulate(name, parameter)
             return
         if name in self._packed:
             raise SyncError(
-                f"the gradient of {name} came twice in one step. Run all backwards of a step but the last under "
-                "no_sync(), and call finish() after the last."
+                f"two backwards have made a gradient of {name} in one step. Run all backwards of a step but the last "
+                "under no_sync(), and call finish() after the last."
             )
         self._pack(name, parameter)
         self._launch()
 
     def _accumulate(self, name: str, parameter: nn.Parameter) -> None:
-        """Add a 16-bit gradient to its sum in fp32; fp32 gradients add up in autograd."""
-        if _kept(parameter.dtype) == parameter.dtype:
+        """Add a 16-bit gradient to its sum in fp32; leave fp32 gradients in ``grad``, where autograd adds them up."""
+        if _owner_dtype(parameter.dtype) == parameter.dtype:
             return
         gradient = _local_gradient(parameter)
         assert gradient is not None
@@ -346,7 +377,7 @@ class AsymmetricGradientSync:
 
     @torch.no_grad()
     def _pack(self, name: str, parameter: nn.Parameter) -> None:
-        """Copy the gradient of a step into its buckets, and free it."""
+        """Copy the gradient of a parameter, zeros if it has none, into its buckets, and free the gradient."""
         gradient = _local_gradient(parameter)
         if name in self._accumulated:
             total = self._accumulated.pop(name)
@@ -357,30 +388,31 @@ class AsymmetricGradientSync:
         self._packed.add(name)
 
     def _launch(self) -> None:
-        """Start full buckets whose turn it is; add up those that have arrived.
+        """Start the next buckets as long as they are full, and add up the buckets that have arrived.
 
-        In turn, since members have to start the collectives of their common groups in one order.
+        A full bucket waits until the bucket before it is full: ranks that share several communicators have to start the
+        collectives of all of them in one order.
         """
-        if self._holds_back:
+        if self._delays_sends:
             return
-        while self._next < len(self._reductions) and self._reductions[self._next].is_full:
-            self._reductions[self._next].start_reduce()
-            self._in_flight.append(self._reductions[self._next])
-            self._next += 1
+        while self._next_reduction < len(self._reductions) and self._reductions[self._next_reduction].is_full:
+            self._reductions[self._next_reduction].start_reduce()
+            self._in_flight.append(self._reductions[self._next_reduction])
+            self._next_reduction += 1
         while self._in_flight and self._in_flight[0].has_arrived() and self._knows_weights():
             self._add_up(self._in_flight.popleft())
 
     @torch.no_grad()
     def _add_up(self, transfer: BucketTransfer) -> None:
-        """Add up the gradients of all sources for the chunks of a bucket that this rank owns."""
+        """Wait for a bucket, and sum the gradients of this rank's owned chunks over the ranks that sent them."""
         weights = self._replica_weights()
         rows = transfer.reduced()
         if len(rows) == 1 and weights[transfer.sources[0]] == 1:
-            total = rows[0].to(transfer.dtypes.kept)
+            total = rows[0].to(transfer.dtypes.owner)
         else:
-            total = torch.zeros(rows.shape[1], dtype=transfer.dtypes.kept, device=rows.device)
+            total = torch.zeros(rows.shape[1], dtype=transfer.dtypes.owner, device=rows.device)
             for rank, row in zip(transfer.sources, rows, strict=True):
-                if weights[rank]:  # left out, not multiplied by 0: 0 times NaN is NaN
+                if weights[rank]:  # skip rows of weight 0: 0 times NaN is NaN
                     total.add_(row, alpha=weights[rank])
         for chunk, part in _by_chunk(transfer, total):
             owned = self.owned[chunk.name]
@@ -392,10 +424,11 @@ class AsymmetricGradientSync:
                 self._sums[chunk.name][self._extents[chunk]] = part
 
     def _knows_weights(self) -> bool:
+        """Return whether `_replica_weights` would return without waiting."""
         return self._weights is not None or self._tokens is None or self._tokens[0].is_completed()
 
     def _replica_weights(self) -> dict[int, float]:
-        """Return the weight of every rank's gradients."""
+        """Return the weight of every rank's gradients in this step: 1, or its share of tokens, see `start`."""
         if self._weights is not None:
             return self._weights
         if self._tokens is None:
@@ -408,7 +441,7 @@ class AsymmetricGradientSync:
         return self._weights
 
     def _unpack(self, transfer: BucketTransfer) -> None:
-        """Copy the values of a bucket that has arrived into the parameters that this rank holds."""
+        """Wait for the values of a bucket, and copy them into the parameters that this rank holds."""
         for name, box, values in transfer.gathered():
             self._shards[name].view(local_tensor(self._parameters[name]), box).copy_(values)
 
@@ -420,7 +453,10 @@ def _by_chunk(transfer: BucketTransfer, values: Tensor) -> Iterator[tuple[Chunk,
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return this rank's gradient; that of a DTensor is cut as the parameter, since autograd may leave partial sums."""
+    """Return this rank's shard of a gradient; None if there is none.
+
+    A DTensor's gradient gets the parameter's placements, since autograd may leave it as partial sums.
+    """
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -430,23 +466,31 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
 def _fuse(
     chunks: Sequence[Chunk],
     contributors: Callable[[Chunk], tuple[int, ...]],
-    wires: Mapping[str, torch.dtype],
+    message_dtypes: Mapping[str, torch.dtype],
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
-    """Fuse chunks into buckets; ``wires`` are the dtypes in which they travel, by name of the parameter."""
-    bucket_dtypes = {name: BucketDtypes(wire, _kept(dtypes[name])) for name, wire in wires.items()}
-    item_bytes = {name: wire.itemsize for name, wire in wires.items()}
+    """Fuse chunks into buckets by `fuse`, which separates them by their dtypes in messages and at owners.
+
+    Args:
+        message_dtypes: dtypes in messages, by name of the parameter.
+        dtypes: dtypes of the parameters, by name.
+    """
+    bucket_dtypes = {name: BucketDtypes(dtype, _owner_dtype(dtypes[name])) for name, dtype in message_dtypes.items()}
+    item_bytes = {name: dtype.itemsize for name, dtype in message_dtypes.items()}
     return fuse(chunks, contributors, bucket_dtypes, item_bytes, bucket_bytes)
 
 
 def _from_first_contributor(bucket: Bucket) -> Bucket:
-    """Return the same bucket, filled by one rank of the first replica alone, with values as their owner keeps them."""
+    """Return a copy of the bucket to which only its first contributor contributes, in the dtype of the owners.
+
+    At the start it carries that rank's parameters to their owners, so that all replicas begin with equal values.
+    """
     assert isinstance(bucket.dtypes, BucketDtypes)
-    kept = bucket.dtypes.kept
-    return replace(bucket, contributors=bucket.contributors[:1], dtypes=BucketDtypes(kept, kept))
+    dtype = bucket.dtypes.owner
+    return replace(bucket, contributors=bucket.contributors[:1], dtypes=BucketDtypes(dtype, dtype))
 
 
-def _kept(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which owners keep and add up values: fp32 for 16-bit parameters."""
+def _owner_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which owners store values and add up gradients: fp32 for 16-bit parameters."""
     return torch.promote_types(dtype, torch.float32)

@@ -3,13 +3,13 @@
     draft = begin(folder)        # makes an empty folder "NAME.saving" for the parts
     publish(folder)              # when all parts are in the draft
 
-A process may die at any time. The folders that it leaves, and what `recover` makes of them:
+A process may die at any time. The folders that it leaves, and the action of `recover`:
 
-    NAME    NAME.saving    NAME.replaced
-    old     new            -                  the save did not end: the old checkpoint counts
-    -       new            old                died between the renames of `publish`: the new one becomes NAME
-    -       -              old                as before, and the draft is gone: the old one becomes NAME again
-    new     -              old                died while the old one was deleted: it is deleted
+    NAME    NAME.saving    NAME.replaced    the process died               `recover`
+    old     new            -                while it saved                 keeps the old checkpoint
+    -       new            old              between the renames            renames the draft to NAME
+    -       -              old              as before; the draft is gone   renames the old checkpoint back to NAME
+    new     -              old              while it deleted the old one   deletes the old checkpoint
 
 Files that the user keeps in the folder move to the new one.
 """
@@ -24,9 +24,10 @@ from pathlib import Path
 
 from ds_hetero.errors import CheckpointError
 
-DRAFT = ".saving"  # ending of the folder's name while its parts are written
-_REPLACED = ".replaced"  # ending of the old checkpoint's name, from the first rename until it is deleted
-_CUT_SHORT = re.compile(r"unexpected pos|PytorchStreamWriter|enforce fail")  # torch's errors when a file stops growing
+DRAFT = ".saving"  # suffix of the folder's name while its parts are written
+_REPLACED = ".replaced"  # suffix of the old checkpoint's name, from the first rename until it is deleted
+# torch's errors when the file system takes no more bytes of a file.
+_TRUNCATION_ERROR = re.compile(r"unexpected pos|PytorchStreamWriter|enforce fail")
 _OFFLOADED = "offloaded_tensors"  # DeepSpeed's folder for state on NVMe
 
 
@@ -36,7 +37,12 @@ def draft_of(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make an empty draft; an earlier one is deleted. Raises `CheckpointError`: a bad name; or `OSError`."""
+    """Make an empty draft of a checkpoint folder, and return it; an earlier draft is deleted.
+
+    Raises:
+        CheckpointError: the folder's name is not allowed.
+        OSError: the file system refuses it.
+    """
     if folder.name in ("", "..") or folder.name.endswith((DRAFT, _REPLACED)):
         raise CheckpointError(
             f"a checkpoint cannot be saved as {folder}: a tag names a folder, and its name must not end in {DRAFT} or "
@@ -55,7 +61,7 @@ def publish(folder: Path) -> None:
     recover(folder)
     if folder.exists():
         os.rename(folder, _replaced(folder))
-        recover(folder)  # does the rest
+        recover(folder)  # renames the draft, and deletes the old checkpoint
     else:
         os.rename(draft_of(folder), folder)
 
@@ -87,10 +93,14 @@ def expect_finished(folder: Path) -> None:
         raise CheckpointError(f"there is no finished checkpoint in {folder}.{unfinished} Load another one.")
 
 
-def why_not_written(path: Path, error: Exception) -> str:
-    """Return the reason why a part, or a folder for it, could not be written.
+def write_failure_reason(path: Path, error: Exception) -> str:
+    """Return the reason why a part of a checkpoint, or a folder for parts, could not be written.
 
-    torch's errors often hide the file system's. So a file is written once more, to get the error again.
+    torch's errors often hide the error of the file system. So some bytes are written once more, to see that error.
+
+    Args:
+        path: of the part or the folder.
+        error: raised when it was written.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -101,7 +111,7 @@ def why_not_written(path: Path, error: Exception) -> str:
         _write_more(path)
     except OSError as os_error:
         return str(os_error)
-    if _CUT_SHORT.search(str(error)):
+    if _TRUNCATION_ERROR.search(str(error)):
         return "the file system took a part of it only: a full disk, a quota, or a limit on the size of files"
     return f"{type(error).__name__}: {error}"
 
@@ -115,11 +125,12 @@ def _write_more(path: Path) -> None:
 
 
 def _replaced(folder: Path) -> Path:
+    """Return the path to which the old checkpoint is renamed while a new one replaces it."""
     return folder.with_name(folder.name + _REPLACED)
 
 
 def _keep_files_of_user(replaced: Path, folder: Path) -> None:
-    """Move the files that are not parts of the old checkpoint into the new one."""
+    """Move the user's files, which no save has written, from the old checkpoint's folder into the new one."""
     for entry in replaced.iterdir():
         is_part = entry.name.endswith("states.pt") or entry.name == _OFFLOADED
         if not is_part and not (folder / entry.name).exists():

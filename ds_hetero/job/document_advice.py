@@ -1,4 +1,4 @@
-"""Advice to place batches by their documents, for jobs that shard them by length."""
+"""Advise jobs that shard their batches by length to place them by documents, if that is predicted to be faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ds_hetero.common.announce import announce
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.decision.decide import Forecast
+from ds_hetero.decision.forecast import Forecast
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import (
@@ -20,11 +20,11 @@ from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.section import HeterogeneitySection
 
 logger = logging.getLogger(__name__)
-WORTH_SAYING = 0.05  # share of a layer's time; smaller gains are not announced; chosen, never measured
+MIN_ADVICE_GAIN = 0.05  # share of a layer's time that placing has to save to be announced; chosen, never measured
 
 
 class DocumentAdvice:
-    """Announces once, at the first batch of several documents, what placing them is predicted to save.
+    """Announces once, at the first batch of several documents, the predicted gain of placing them.
 
     It announces nothing if the section has ``"placement"``, if the devices are unknown (as on all ranks but 0), or if
     that batch is placed by its documents already.
@@ -46,20 +46,20 @@ class DocumentAdvice:
         if not batch.placement.is_stream:
             return
         cost, documents, length = forecast.cost, rows[0].documents, batch.placement.length
-        if not isinstance(cost, CalibratedCostModel):
+        if not isinstance(cost, CalibratedCostModel) or cost.model.window_layers:
             return
         schedule = forecast.schedule.shifted(0)
         costs = unit_costs(cost, schedule)
         try:
             placed = place_documents(schedule, documents, length, costs)
         except HeteroError as error:
-            logger.debug("its documents cannot be placed: %s", error)
+            logger.debug("no advice on documents, because those of the batch cannot be placed: %s", error)
             return
         stream_s = placement_loads(batch.placement, documents, costs).predicted_s
         placed_s = placement_loads(placed, documents, costs).predicted_s
-        if placed_s < (1 - WORTH_SAYING) * stream_s:
+        if placed_s < (1 - MIN_ADVICE_GAIN) * stream_s:
             announce(
-                f"a batch of {len(documents)} documents is cut by its length. Placed by them, its layers are predicted "
-                f'to take {1 - placed_s / stream_s:.0%} less time: set "placement" to "documents" in the '
-                '"heterogeneity" section, or to "stream" to hear no more of it.'
+                f"a batch of {len(documents)} documents is cut by its length. Placed by its documents, its layers are "
+                f'predicted to take {1 - placed_s / stream_s:.0%} less time. To do so, set "placement" to "documents" '
+                'in the "heterogeneity" section; to turn this message off, set it to "stream".'
             )

@@ -1,4 +1,4 @@
-"""Counts of the tokens of placed documents by zone: inside one group, on groups of one node, or on several nodes."""
+"""Count the tokens of placed documents by zone: in one group of ranks, in groups of one node, on several nodes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ ZONES = ("local", "node", "cluster")
 
 
 class DocumentZones:
-    """Counts the tokens of this replica's batches by `ds_hetero.values.placement.Lane.zone`.
+    """Counts the tokens of this replica's batches by zone, see `ds_hetero.values.placement.Lane.zone`.
 
     Args:
-        node: of every unit of the placement.
+        node: by unit of the placement (a group of the schedule), the number of its node.
     """
 
     def __init__(self, node: Sequence[int]) -> None:
         self._node = node
         self._tokens: Counter[str] = Counter()  # by zone, since the last `take_shares`
-        self._moved_tokens = 0  # tokens that other ranks attend to than hold them elsewhere
+        self._moved_tokens = 0  # tokens that one rank holds and another one attends to
         self._is_announced = False
 
     def record_batch(self, batch: BatchLayout) -> None:

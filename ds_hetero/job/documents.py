@@ -1,6 +1,7 @@
-"""Costs of documents on the units of every replica, computed on rank 0 and sent to all ranks.
+"""Make the placer of batches by documents on all ranks, and renew its costs while the job runs.
 
-Rank 0 alone has read the cluster. A unit is a group of the schedule, see `UnitCosts`.
+The placer decides by the seconds of tokens and of attention on every unit, that is on every group of the schedule
+(`UnitCosts`). Rank 0 computes these costs, because it alone has read the cluster, and sends them to all ranks.
 """
 
 from __future__ import annotations
@@ -34,58 +35,60 @@ def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentP
 
     If the section asks for documents and the devices are unknown, the schedule's token weights stand for their speeds.
     If the section says nothing (`JobStart.places_by_default`), a batch is placed by documents only if that is predicted
-    to save a larger share of the step than the predictions err, and no unit gets more tokens than its memory holds with
-    the same error taken off.
+    to save a larger share of the step than the error of the predictions. With an error of 5 %, no unit then gets more
+    than 95 % of the tokens that fit into its memory.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
 
     Raises:
-        HeteroError: the cost model cannot be asked; on every rank.
+        HeteroError: on every rank: the cost model cannot give costs that the section needs.
     """
     section = start.section.placement
-    find = _default_costs if section.mode is None else _unit_costs
+    compute_costs = _default_costs if section.mode is None else _unit_costs
 
-    def decide() -> tuple[float, list[list[float]]] | None:
+    def compute_on_rank_0() -> tuple[float, list[list[float]]] | None:
         if world.rank != 0:
             return None
-        costs = find(start)
+        costs = compute_costs(start)
         if not costs:
             return None
         return _prediction_error(start), [replica_costs.to_floats() for replica_costs in costs]
 
-    decided = world.on_all_ranks(decide)[0]
-    if decided is None:
+    error_and_costs = world.on_all_ranks(compute_on_rank_0)[0]
+    if error_and_costs is None:
         return None
-    prediction_error, floats_by_replica = decided
+    prediction_error, floats_by_replica = error_and_costs
     placer = document_placer(section, UnitCosts.from_floats(floats_by_replica[replica_id]))
     return replace(placer, least_gain=least_gain(prediction_error)) if section.mode is None else placer
 
 
 def _prediction_error(start: JobStart) -> float:
-    """Largest error of a step's prediction over the replicas, as a share of the step."""
+    """Return the largest relative error of the predicted step times of the replicas; 0 without forecasts."""
     return max((forecast.prediction.error for forecast in start.forecasts), default=0.0)
 
 
 def _default_costs(start: JobStart) -> Sequence[UnitCosts]:
-    """Costs of every replica's units for a section that does not mention documents; empty if the model has no costs."""
+    """Return every replica's unit costs for a section without documents; empty if the cost model cannot give them.
+
+    The section does not ask for documents, so the limits of tokens are lowered by the error of the prediction.
+    """
     try:
         costs = _unit_costs(start)
     except HeteroError as error:
         logger.debug("documents are not placed: %s", error)
         return ()
-    # Nobody asked for documents: stay clear of the memory limit by as much as the prediction may be wrong.
     safe_share = 1 - _prediction_error(start)
-    limited = []
+    limited_costs = []
     for replica_costs in costs:
-        most_tokens = tuple(int(most * safe_share) for most in replica_costs.most_tokens)
-        limited.append(replace(replica_costs, most_tokens=most_tokens))
-    return limited
+        most_tokens = tuple(int(limit * safe_share) for limit in replica_costs.most_tokens)
+        limited_costs.append(replace(replica_costs, most_tokens=most_tokens))
+    return limited_costs
 
 
 def _unit_costs(start: JobStart) -> Sequence[UnitCosts]:
-    """Costs of every replica's units, by replica; relative ones from token weights if there is no forecast."""
-    if not start.forecasts:
+    """Return every replica's unit costs; relative ones from the schedule's token weights if none can be predicted."""
+    if not start.forecasts or start.forecasts[0].cost.model.window_layers:
         return [UnitCosts.from_weights(schedule) for schedule in start.plan.schedules]
     costs = []
     for forecast in start.forecasts:
@@ -98,8 +101,8 @@ def document_placer(section: PlacementSection, costs: UnitCosts) -> DocumentPlac
     """Return the placer of a replica's batches at these ``costs``. Raises `PlanError`: see `expect_places`."""
     if section.planner is not None:
         expect_places(section.planner, costs)
-    limited = costs if section.max_tokens is None else costs.limited(section.max_tokens)
-    return DocumentPlacer(limited, section.min_cut_tokens, section.planner, remap=section.remap)
+    limited_costs = costs if section.max_tokens is None else costs.limited(section.max_tokens)
+    return DocumentPlacer(limited_costs, section.min_cut_tokens, section.planner, remap=section.remap)
 
 
 class CostRenewal:
@@ -118,7 +121,7 @@ class CostRenewal:
         self._predicted_gain_before = False
 
     def observe(self, step: int, times: Sequence[RankTimes]) -> bool:
-        """Renew the costs if the times of all ranks ask for it; return whether they did, the same on every rank.
+        """Renew the costs if that is predicted to save time; return whether they were renewed, the same on every rank.
 
         Collectives: one `on_all_ranks`.
         """
@@ -137,30 +140,30 @@ class CostRenewal:
         return True
 
     def _decide(self, step: int, times: Sequence[RankTimes]) -> list[list[float]] | None:
-        """Return the new costs of all replicas; None if they stay. On rank 0."""
+        """Return the new costs of all replicas, on rank 0; None if the costs stay."""
         spec, schedules = self._start.facts.model.spec, self._start.plan.schedules
-        if spec is None:
+        if spec is None or spec.window_layers:  # the pairs that windows compute do not grow with n * n
             return None
-        by_replica = [[times[rank] for rank in schedule.ranks] for schedule in schedules]
-        measured = [
+        times_by_replica = [[times[rank] for rank in schedule.ranks] for schedule in schedules]
+        new_costs = [
             measured_costs(costs, schedule, ranks, spec)
-            for costs, schedule, ranks in zip(self._costs, schedules, by_replica, strict=True)
+            for costs, schedule, ranks in zip(self._costs, schedules, times_by_replica, strict=True)
         ]
         gain = max(
             predicted_gain_of_documents(old, new, ranks)
-            for old, new, ranks in zip(self._costs, measured, by_replica, strict=True)
+            for old, new, ranks in zip(self._costs, new_costs, times_by_replica, strict=True)
         )
         is_gain = gain >= self._start.section.replan.min_gain
         if not (is_gain and self._predicted_gain_before):
             self._predicted_gain_before = is_gain
             return None
         self._predicted_gain_before = False
-        self._costs = measured
+        self._costs = new_costs
         announce(
             f"step {step}: documents are placed by the measured speeds from now on, predicted to save {gain:.1%} of "
             "the time to compute"
         )
-        return [costs.to_floats() for costs in measured]
+        return [costs.to_floats() for costs in new_costs]
 
 
 def measured_costs(costs: UnitCosts, schedule: Schedule, ranks: Sequence[RankTimes], spec: ModelSpec) -> UnitCosts:
@@ -189,16 +192,16 @@ def measured_costs(costs: UnitCosts, schedule: Schedule, ranks: Sequence[RankTim
         square_s.append(max(rank_square_s))
     return replace(
         costs,
-        token_s=_filled(token_s, costs.token_s),
-        square_s=_filled(square_s, costs.square_s),
+        token_s=_fill_unmeasured(token_s, costs.token_s),
+        square_s=_fill_unmeasured(square_s, costs.square_s),
         edge_s=(),  # the measured time of attention is all in the squares
     )
 
 
-def _filled(measured_s: Sequence[float], before_s: Sequence[float]) -> tuple[float, ...]:
-    """``measured_s``, its zeros replaced by the old time multiplied by the mean ratio of the other units.
+def _fill_unmeasured(measured_s: Sequence[float], before_s: Sequence[float]) -> tuple[float, ...]:
+    """Replace zeros, which stand for unmeasured units, by the old time multiplied by the mean ratio of the others.
 
-    Measured (2, 0) and before (1, 3) give (2, 6): the measured unit takes twice its old time, so does the other.
+    Measured (2, 0) and before (1, 3) give (2, 6): the measured unit takes twice its old time, so the other does, too.
     """
     ratios = [new_s / old_s for new_s, old_s in zip(measured_s, before_s, strict=True) if new_s]
     ratio = sum(ratios) / len(ratios) if ratios else 1.0

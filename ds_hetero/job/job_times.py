@@ -1,4 +1,4 @@
-"""Times of the job in one observation: of all ranks, of all pipelines, and against the plan."""
+"""Times of the job in one observation: of its ranks, of its pipelines, and of the job as a whole."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ds_hetero.values.plans import Pipeline, Plan
 
 
 class JobTimes(NamedTuple):
-    """Times of the job in one observation."""
+    """Times of all ranks and pipelines over the steps since the last observation."""
 
-    ranks: Sequence[RankTimes]
-    pipelines: Sequence[MeasuredPipeline] = ()  # all, where stages wait for each other; else none
+    ranks: Sequence[RankTimes]  # by rank
+    pipelines: Sequence[MeasuredPipeline] = ()  # empty for a job of replicas
 
     @property
     def step_s(self) -> float:
-        """A step of the slowest rank."""
+        """Mean seconds of a step on the slowest rank."""
         return max(rank.step_s / rank.steps for rank in self.ranks)
 
     @property
     def imbalance(self) -> float:
         """Computing time of the busiest rank over the mean; 1 is balanced."""
-        compute_s = [rank.own_s for rank in self.ranks]
+        compute_s = [rank.compute_s for rank in self.ranks]
         return max(compute_s) * len(compute_s) / sum(compute_s) if any(compute_s) else 1.0
 
     @property
@@ -47,7 +47,7 @@ class JobTimes(NamedTuple):
 
 
 def observation_of(ranks: Sequence[RankTimes]) -> Observation:
-    """Return the observation of one replica, from the times of its ranks."""
+    """Return what the planner needs of a replica's measured times: cost of work on each of its ranks, and its step."""
     return Observation(
         attention_flops=tuple(rank.attention_flops / rank.steps for rank in ranks),
         tokens=tuple(rank.tokens / rank.steps for rank in ranks),
@@ -78,8 +78,8 @@ def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Step
         for rank, step_times in step.items():
             if plan.place_of(rank) is None:  # a rank without a stage waits for the others
                 phases[rank]["bubble_s"] += step_times.joined_s
-        for pipeline, j, rank in _places(plan):
-            for name, seconds in phases_of_rank(pipeline, j, rank, step).items():
+        for pipeline, stage_index, rank in _ranks_of_stages(plan):
+            for name, seconds in phases_of_rank(pipeline, stage_index, rank, step).items():
                 phases[rank][name] += seconds
     rank_times = []
     for rank, times in enumerate(ranks):
@@ -88,16 +88,16 @@ def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Step
     return JobTimes(rank_times, [measure_pipeline(pipeline, steps) for pipeline in plan.pipelines])
 
 
-def _places(plan: Plan) -> Iterator[tuple[Pipeline, int, int]]:
-    """Every rank of a stage, with its pipeline and the number of the stage."""
+def _ranks_of_stages(plan: Plan) -> Iterator[tuple[Pipeline, int, int]]:
+    """Yield every rank that has a stage, as (pipeline, number of the stage, rank)."""
     for pipeline in plan.pipelines:
-        for j, stage in enumerate(pipeline.stages):
+        for stage_index, stage in enumerate(pipeline.stages):
             for rank in stage.ranks:
-                yield pipeline, j, rank
+                yield pipeline, stage_index, rank
 
 
-def utilizations(seen: JobTimes, model: ModelSpec | None, peaks: Sequence[float]) -> list[float | None]:
-    """Return `RankTimes.model_flops_utilization` of every rank; None for ranks of pipelines.
+def utilizations(job_times: JobTimes, model: ModelSpec | None, peaks: Sequence[float]) -> list[float | None]:
+    """Return the MFU of every rank, see `RankTimes.model_flops_utilization`; None for ranks of pipelines.
 
     A rank of a pipeline has only some layers, and the FLOPs of these are not counted.
 
@@ -105,5 +105,7 @@ def utilizations(seen: JobTimes, model: ModelSpec | None, peaks: Sequence[float]
         model: the trained model; None if no cost model describes it.
         peaks: peak FLOP/s of the devices, 0 if unknown.
     """
-    counted_model = None if seen.pipelines else model
-    return [rank.model_flops_utilization(counted_model, peak) for rank, peak in zip(seen.ranks, peaks, strict=True)]
+    counted_model = None if job_times.pipelines else model
+    return [
+        rank.model_flops_utilization(counted_model, peak) for rank, peak in zip(job_times.ranks, peaks, strict=True)
+    ]

@@ -15,7 +15,7 @@ from ds_hetero.values.plans import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerChange:
-    """A redistribution of layers in a running job."""
+    """A change of a running job: stages of its pipelines get other numbers of layers."""
 
     step: int  # optimizer steps that this process had done before the change
     layers: tuple[tuple[int, ...], ...]  # number of layers by pipeline and stage
@@ -31,15 +31,15 @@ class LayerChange:
         return f"layers move, predicted to save {self.gain:.1%} of the passes: {' | '.join(by_pipeline)}"
 
     def to_dict(self) -> JsonDict:
-        """Return the entry of ``run.json``."""
+        """Return this change as an entry of ``run.json``."""
         return {"step": self.step, "layers": [list(layers) for layers in self.layers], "gain": self.gain}
 
 
 class LayerSearch:
     """Proposes other numbers of layers for the stages of pipelines; on rank 0.
 
-    It proposes a change when two observations in a row predict a gain: the steps of the first one may have begun
-    before the speeds changed, so that its means are of no speed that a device has.
+    It proposes a change when two observations in a row predict a gain. The first one alone would not do: speeds may
+    have changed in the middle of its steps, and its means are then between the old and the new speeds.
 
     Args:
         min_gain: share of the passes' time that a change must be predicted to save.
@@ -47,34 +47,36 @@ class LayerSearch:
 
     def __init__(self, min_gain: float) -> None:
         self._min_gain = min_gain
-        self._gain_before = False
+        self._had_gain_before = False  # in the observation before
 
-    def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[LayerChange]:
+    def propose(self, step: int, plan: Plan, job_times: JobTimes) -> Sequence[LayerChange]:
         """See `ds_hetero.job.replanning.PlanSearch`."""
-        change = best_layer_change(step, plan, seen)
+        change = best_layer_change(step, plan, job_times)
         is_gain = change.gain > 0 and change.gain >= self._min_gain
-        is_second_in_a_row = is_gain and self._gain_before
-        self._gain_before = is_gain and not is_second_in_a_row  # counts from 0 after a proposal
+        is_second_in_a_row = is_gain and self._had_gain_before
+        # After a proposal, two observations are needed again.
+        self._had_gain_before = is_gain and not is_second_in_a_row
         return [change] if is_second_in_a_row else []
 
-    def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:
+    def predicted_gain(self, plan: Plan, job_times: JobTimes) -> float | None:
         """See `ds_hetero.job.replanning.PlanSearch`."""
-        return best_layer_change(0, plan, seen).gain
+        return best_layer_change(0, plan, job_times).gain
 
 
-def best_layer_change(step: int, plan: Plan, seen: JobTimes) -> LayerChange:
+def best_layer_change(step: int, plan: Plan, job_times: JobTimes) -> LayerChange:
     """Return the layers with which the pipelines are predicted to be fastest.
 
     Args:
-        plan: the plan under which the steps of ``seen`` ran.
+        plan: the plan under which the steps of ``job_times`` ran.
     """
-    before_s = after_s = 0.0  # of the slowest pipeline, for which the others wait
+    before_s = after_s = 0.0  # passes of the slowest pipeline, for which the others wait
     layers_by_pipeline = []
-    for pipeline, times in zip(plan.pipelines, seen.pipelines, strict=True):
+    for pipeline, times in zip(plan.pipelines, job_times.pipelines, strict=True):
         layers_now = tuple(stage.num_layers or 0 for stage in pipeline.stages)
         growth = []
         for stage in pipeline.stages:
-            growth.append(min(seen.ranks[rank].growth for rank in stage.ranks))  # the rank with the least free memory
+            # The rank with the least free memory limits the stage.
+            growth.append(min(job_times.ranks[rank].growth for rank in stage.ranks))
         speeds = speeds_of(times, layers_now, growth)
         layers_best = best_layers(speeds, layers_now)
         layers_by_pipeline.append(layers_best)
@@ -84,12 +86,14 @@ def best_layer_change(step: int, plan: Plan, seen: JobTimes) -> LayerChange:
 
 
 def speeds_of(measured: MeasuredPipeline, layers: Sequence[int], growth: Sequence[float]) -> PipelineSpeeds:
-    """Return the seconds of one layer, and of everything outside the layers, for every stage.
+    """Return, for every stage, the seconds of one layer and of the work outside the layers (embedding, head, loss).
 
-    Only forwards are timed by layer; a backward is taken to be divided in the same ratio.
+    Only forwards are timed by layer; a backward is assumed to be divided in the same ratio.
 
     Args:
-        growth: by stage, the factor by which the memory in use may grow. Memory is taken to grow with the layers.
+        measured: times of the pipeline's passes.
+        layers: number of layers, by stage.
+        growth: by stage, the factor by which the memory in use may grow. Memory is assumed to grow with the layers.
     """
     stages = []
     columns = (measured.forward_s, measured.backward_s, measured.layers_share, layers, growth)

@@ -26,21 +26,25 @@ class SavedFile:
     """A file of a checkpoint as it was saved."""
 
     size_bytes: int
-    crc32: int  # of its content, as in zip files; it finds damage, not forgery
+    crc32: int  # of its content, as in zip files; it shows damage, but no forgery
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of a checkpoint."""
+    """Content of a checkpoint's manifest."""
 
     step: int  # optimizer steps done when it was saved
     save_id: str  # random, one per save; also inside its parts
     parts: Mapping[str, SavedFile] = field(default_factory=dict)  # by file name
     plan: JsonObject | None = None  # as in a plan file of version 2, if re-planning has changed the job's plan
+    losses: JsonObject | None = None  # state of the weighing of losses, if ranks take different batches
 
     def to_json(self) -> str:
         """Return the content of the manifest's file."""
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+        content = {"version": _VERSION, **asdict(self)}
+        if self.losses is None:
+            del content["losses"]
+        return json.dumps(content, indent=1)
 
 
 def seal_part(path: Path) -> SavedFile:
@@ -55,7 +59,7 @@ def seal_part(path: Path) -> SavedFile:
 
 
 def _measure(path: Path) -> SavedFile:
-    """Read a file from end to end; 0.2 s per GB if it is in the page cache."""
+    """Return size and checksum of a file. This reads the whole file: 0.2 s per GB if it is in the page cache."""
     crc, size = 0, 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -66,7 +70,11 @@ def _measure(path: Path) -> SavedFile:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read a checkpoint's manifest; None for one that stock DeepSpeed wrote. Raises `CheckpointError`: damaged."""
+    """Return a checkpoint's manifest; None if it has none, as when stock DeepSpeed wrote it.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or of another version.
+    """
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -75,19 +83,26 @@ def read_manifest(folder: Path) -> Manifest | None:
         if content["version"] != _VERSION:
             raise CheckpointError(f"{path} has version {content['version']}; this release reads version {_VERSION}.")
         step, save_id, plan = content["step"], content["save_id"], content["plan"]
+        losses = content.get("losses")
         parts = {name: SavedFile(**part) for name, part in content["parts"].items()}
         numbers = [step]
         for part in parts.values():
             numbers += [part.size_bytes, part.crc32]
+        if losses is not None and not isinstance(losses["of_micro_batches"], list):
+            raise TypeError("the terms of losses are no list")
         if not all(is_whole(number, 0, 2**62) for number in numbers) or not isinstance(save_id, str):
-            raise TypeError("a number, or the id of the save, has another type")
+            raise TypeError("a number, or the id of the save, has a wrong type or range")
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Load an earlier checkpoint.") from None
-    return Manifest(step=step, save_id=save_id, parts=parts, plan=plan)
+    return Manifest(step=step, save_id=save_id, parts=parts, plan=plan, losses=losses)
 
 
 def changed_parts(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """Compare parts with the manifest; return the fault of each part that has changed, by its name."""
+    """Compare parts with the manifest; return a fault, such as "is missing", for each part that differs, by its name.
+
+    Args:
+        names: names of the parts to compare.
+    """
     faults = {}
     for name in names:
         expected = manifest.parts[name]

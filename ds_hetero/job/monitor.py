@@ -1,13 +1,13 @@
-"""Observation of the ranks' times, every few steps: for monitors of the training, for people, for re-planning.
+"""Observe the times of all ranks every few steps: for monitors of the training, for people, for re-planning.
 
     record_step        counts a step; every ``interval`` steps:
       _observe           all ranks exchange their times: one collective
-        record, stragglers, documents     are given them
+        record, stragglers, documents     take the times
         replanning                        may change the plan: one collective more
-        monitors                          are sent them as events
+        monitors                          get the times as events
     report             prints the table over the whole job
 
-Nothing here waits for the device: steps that it has not finished are observed the next time.
+Nothing here waits for the device: steps that the device has not finished yet belong to the next observation.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from ds_hetero.job.times_report import events, times_table
 from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.devices import default_device, possible_growth
-from ds_hetero.runtime.peers.board import before_forced_exit
+from ds_hetero.runtime.peers.forced_exit import before_forced_exit
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepClock, StepTimes
 from ds_hetero.values.plans import Plan
 
-WARM_UP = 2  # unobserved steps at the start: first calls of kernels, libraries that load late
-AFTER_CHANGE = 1  # unobserved steps after a change of schedule: tables and buffers of the new one
-USUAL_INTERVAL = 10  # steps between observations, if neither section nor configuration sets them; chosen, not measured
+WARM_UP_STEPS = 2  # not observed at the start: kernels are called first, and libraries load late
+SKIPPED_STEPS_AFTER_CHANGE = 1  # not observed after a change of the plan: its tables and buffers are made
+# Steps between observations, if neither section nor configuration sets them; chosen, not measured.
+DEFAULT_INTERVAL = 10
 
 
 class EventWriter(Protocol):
@@ -57,7 +58,7 @@ class EventWriter(Protocol):
 
 @dataclass(frozen=True)
 class DocumentObserver:
-    """Observer of a job whose batches are placed by documents."""
+    """Parts of the monitor that only a job has whose batches are placed by documents."""
 
     zones: DocumentZones  # counts the tokens of each zone
     renewal: CostRenewal | None  # gives new costs to the placer; None without re-planning
@@ -65,7 +66,7 @@ class DocumentObserver:
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Recipients of the observations of one model."""
+    """Objects to which a `StepMonitor` passes the times that it observes; None for each that the job lacks."""
 
     replanning: Replanning | None = None  # changes the plan; None if the section does not ask for it
     documents: DocumentObserver | None = None  # None if batches are sharded by length
@@ -74,8 +75,8 @@ class Observers:
 
 
 def steps_between(steps_per_print: float | None) -> int:
-    """Return the steps between observations without re-planning: DeepSpeed's ``steps_per_print``, if it is set."""
-    return int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
+    """Return how many steps an observation covers without re-planning: ``steps_per_print``, or a default."""
+    return int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else DEFAULT_INTERVAL
 
 
 class StepMonitor:
@@ -109,7 +110,7 @@ class StepMonitor:
         self._device = default_device()
         intervals, _ = all_gather_bytes([interval], b"")
         self._interval = intervals[0][0]  # ranks that observed at different steps would wait for each other forever
-        self._steps, self._steps_to_skip, self._num_observations = 0, WARM_UP, 0
+        self._steps, self._steps_to_skip, self._num_observations = 0, WARM_UP_STEPS, 0
         self._totals: list[RankTimes] = []  # by rank, over all observations
         self._latest = JobTimes([])
         if self._world.rank == 0:
@@ -118,10 +119,11 @@ class StepMonitor:
 
     @functools.cached_property
     def _unit_costs(self) -> RankUnitCosts:
+        """Measures this rank's seconds per FLOP of attention and per token; made at the first observation."""
         return RankUnitCosts()
 
     def keep_events(self, events: Sequence[JsonObject]) -> None:
-        """Give the record the list of an elastic job's events, which grows while the job runs."""
+        """Let the record contain the events of an elastic job. ``events``: a list that grows while the job runs."""
         if self._record is not None:
             self._record.events = events
 
@@ -142,29 +144,30 @@ class StepMonitor:
 
     @waiting_for_peers("comparing the times of the ranks")
     def _observe(self, samples: int) -> None:
+        """Exchange the times of all ranks, and pass them to the observers and the writer."""
         steps = self._clock.pop_finished()
         for step in steps:
             self._unit_costs.add(step)
             self._recent_s.append(step.attention_s + step.model_s)
-        seen = self._all_ranks(steps)
-        if seen is None:  # evaluating, or a device that is far behind
+        job_times = self._all_ranks(steps)
+        if job_times is None:  # evaluating, or a device that is far behind
             return
-        self._latest = seen
-        times = seen.ranks
+        self._latest = job_times
+        times = job_times.ranks
         if self._totals:
             self._totals = [total + rank_times for total, rank_times in zip(self._totals, times, strict=True)]
         else:
             self._totals = list(times)
         self._num_observations += 1
-        self._keep(seen)
+        self._add_to_record(job_times)
         if self._stragglers is not None:
-            for line in self._stragglers.observe(self._steps, seen):
+            for line in self._stragglers.observe(self._steps, job_times):
                 announce(line)
-        if self.replanning is not None and self.replanning.observe(self._steps, seen):
-            self._begin_anew()
+        if self.replanning is not None and self.replanning.observe(self._steps, job_times):
+            self._restart_observation()
         if self._documents is not None and self._documents.renewal is not None:
             self._documents.renewal.observe(self._steps, times)
-        self._write_events(seen, samples)
+        self._write_events(job_times, samples)
 
     def _all_ranks(self, steps: Sequence[StepTimes]) -> JobTimes | None:
         """Return the times of all ranks; None if a rank has finished no step, or no step is finished by all.
@@ -172,7 +175,7 @@ class StepMonitor:
         Collectives: one `on_all_ranks`.
         """
         growth, peak = possible_growth(self._device), peak_flops_per_s(self._device)
-        rank_times = RankTimes.of(steps, self._unit_costs, growth, peak, self._recent_s)
+        rank_times = RankTimes.from_steps(steps, self._unit_costs, growth, peak, self._recent_s)
         has_pipelines = self._start.is_of_pipelines
         passes = steps if has_pipelines else ()  # timestamps of every pass: only pipelines pay for sending them
         times_by_rank, steps_by_rank = zip(*self._world.on_all_ranks(lambda: (rank_times, passes)), strict=True)
@@ -183,10 +186,14 @@ class StepMonitor:
 
     @property
     def _plan(self) -> Plan:
+        """The plan that the job runs now."""
         return self._start.plan if self.replanning is None else self.replanning.plan
 
-    def _keep(self, seen: JobTimes) -> None:
-        """Add an observation to the record; at the 1st, 2nd, 4th, 8th ... one, a trace of every rank too."""
+    def _add_to_record(self, job_times: JobTimes) -> None:
+        """Add an observation to the record; the 1st, 2nd, 4th, 8th ... with a trace of every rank.
+
+        Collectives: at these, one `all_gather_bytes`, if the section asks for a record.
+        """
         if not self._has_record:
             return
         is_power_of_two = self._num_observations & (self._num_observations - 1) == 0
@@ -196,7 +203,7 @@ class StepMonitor:
             if self._record is not None:
                 self._record.add_snapshots(self._steps, list(map(Snapshot.from_bytes, snapshots)))
         if self._record is not None:
-            self._record.add(self._steps, seen, self._totals)
+            self._record.add(self._steps, job_times, self._totals)
 
     @property
     def changed_plan(self) -> Plan | None:
@@ -204,33 +211,38 @@ class StepMonitor:
         return None if self._plan.fingerprint == self._start.plan.fingerprint else self._plan
 
     def resume(self, plan: JsonObject) -> None:
-        """Go on with a checkpoint's changed plan, if it fits this job; on every rank, between two steps."""
-        if self.replanning is not None and self.replanning.resume(plan):
-            self._begin_anew()
+        """Continue with the changed plan of a checkpoint, if that plan fits this job.
 
-    def _begin_anew(self) -> None:
-        """Forget what was observed under another plan."""
+        Caller: every rank, between two steps.
+        """
+        if self.replanning is not None and self.replanning.resume(plan):
+            self._restart_observation()
+
+    def _restart_observation(self) -> None:
+        """Discard the measurements of an unfinished observation, which are of another plan."""
         self._clock.restart()
         self._unit_costs.restart()
         self._recent_s.clear()
         if self._stragglers is not None:
             self._stragglers.restart()
-        self._steps_to_skip = AFTER_CHANGE
+        self._steps_to_skip = SKIPPED_STEPS_AFTER_CHANGE
 
-    def _write_events(self, seen: JobTimes, samples: int) -> None:
+    def _write_events(self, job_times: JobTimes, samples: int) -> None:
+        """Announce the zones of documents once, and send the observation to the writer; on rank 0."""
         shares = {} if self._documents is None else self._documents.zones.take_shares()
         if self._world.rank > 0:
             return
         if self._documents is not None:
             self._documents.zones.announce_once(shares)
         if self._writer.enabled:
-            utilization = utilizations(seen, self._model, self._peaks)
-            job_events = events(seen, self._plan, utilization, self._num_changes, samples)
+            utilization = utilizations(job_times, self._model, self._peaks)
+            job_events = events(job_times, self._plan, utilization, self._num_changes, samples)
             zone_events = [(f"Heterogeneity/zone_{zone}_share", share, samples) for zone, share in shares.items()]
-            straggler_events = self._straggler_events(seen.ranks, samples)
+            straggler_events = self._straggler_events(job_times.ranks, samples)
             self._writer.write_events([*job_events, *zone_events, *straggler_events])
 
     def _straggler_events(self, times: Sequence[RankTimes], samples: int) -> list[tuple[str, float, int]]:
+        """Return computing times and score of every rank as events; none if the section does not ask for stragglers."""
         if self._stragglers is None:
             return []
         score_by_rank = scores([rank_times.own_median_s for rank_times in times])
@@ -245,15 +257,16 @@ class StepMonitor:
 
     @property
     def _num_changes(self) -> int:
+        """Number of changes of the plan so far; 0 without re-planning."""
         return 0 if self.replanning is None else len(self.replanning.changes)
 
     def report(self) -> None:
         """Print the table on rank 0, once; steps after the last observation are not in it."""
         atexit.unregister(self.report)
         if self._totals and self._world.rank == 0:
-            seen = JobTimes(self._totals, self._latest.pipelines)
-            utilization = utilizations(seen, self._model, self._peaks)
-            announce("\n" + times_table(seen, self._plan, utilization, self._num_changes))
+            job_times = JobTimes(self._totals, self._latest.pipelines)
+            utilization = utilizations(job_times, self._model, self._peaks)
+            announce("\n" + times_table(job_times, self._plan, utilization, self._num_changes))
         if self._record is not None and self._forget_forced_exit is not None:
             self._forget_forced_exit()
             self._record.end()

@@ -1,8 +1,8 @@
 """Times of pipelines, from the timestamps of all ranks: phases of every rank, and speeds of every stage.
 
     forward, backward   the rank computes a pass
-    hop                 it packs or sends, or the message that it waits for is on the wire
-    bubble              it waits for a neighbour that still computes, or for the slowest rank at the end of the passes
+    hop                 the rank packs or sends, or the message that it waits for is on the wire
+    bubble              the rank waits for a neighbour that still computes, or at the end for the slowest rank
     sync                gradients go to their owners, the norm is computed, new values come back
     rest                the optimizer, the loader, the host
 
@@ -28,19 +28,19 @@ from ds_hetero.values.plans.timetable import BACKWARD, FORWARD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPipeline:
-    """Times of one pipeline, means over steps."""
+    """Measured times of one pipeline: means over the steps of an observation."""
 
     forward_s: tuple[float, ...]  # by stage: one micro-batch on its slowest rank, until the result is sent
     backward_s: tuple[float, ...]  # likewise
     layers_share: tuple[float, ...]  # by stage: share of a forward that the stage's layers take
     hop_s: tuple[float, ...]  # by neighbouring pair: from the end of a pass to its arrival, one direction
-    micro_batches: int
-    in_flight: tuple[int, ...]  # by stage: micro-batches between their forward and their backward
+    micro_batches: int  # of a step
+    in_flight: tuple[int, ...]  # by stage: most micro-batches between their forward and their backward
     passes_s: float  # from the first pass to the end of the last one
 
     @property
     def predicted_s(self) -> float:
-        """``passes_s`` by the recurrence of 1F1B from the stages' own times."""
+        """``passes_s`` as predicted by the 1F1B recurrence from the measured times of the stages."""
         args = self.forward_s, self.backward_s, self.hop_s, self.micro_batches, self.in_flight
         return run_pipeline(*args).total_s
 
@@ -51,13 +51,14 @@ Steps = Mapping[int, StepTimes]
 
 def common_steps(by_rank: Sequence[Sequence[StepTimes]]) -> list[Steps]:
     """Return the steps that every rank has finished, in order."""
-    by_number = [{step.number: step for step in steps} for steps in by_rank]  # a dict per rank
+    by_number = [{step.number: step for step in steps} for steps in by_rank]  # one dictionary per rank
     finished_by_all = set.intersection(*(set(steps) for steps in by_number))
 
-    def of_all_ranks(number: int) -> Steps:
+    def step_of_all_ranks(number: int) -> Steps:
+        """Return the times of step ``number`` of every rank."""
         return {rank: steps[number] for rank, steps in enumerate(by_number)}
 
-    return [of_all_ranks(number) for number in sorted(finished_by_all)]
+    return [step_of_all_ranks(number) for number in sorted(finished_by_all)]
 
 
 def measure_pipeline(pipeline: Pipeline, steps: Sequence[Steps]) -> MeasuredPipeline:
@@ -82,12 +83,12 @@ def measure_pipeline(pipeline: Pipeline, steps: Sequence[Steps]) -> MeasuredPipe
 
 
 def _passes_s(passes: Sequence[PassTimes]) -> float:
-    """Seconds from the begin of the first pass of a step to the end of the last one."""
-    return passes[-1].sent_s - passes[0].asked_s if passes else 0.0
+    """Return the seconds from the begin of the first pass of a step to the end of the last one."""
+    return passes[-1].sent_s - passes[0].ready_s if passes else 0.0
 
 
 def _pass_s(stage: Stage, steps: Sequence[Steps], kind: str) -> float:
-    """Mean seconds of a pass of one kind on the slowest rank of a stage; 0 if no rank ran one."""
+    """Return the mean seconds of a forward (or backward) of a stage on its slowest rank; 0 if no rank ran one."""
     means_s = []
     for rank in stage.ranks:
         passes = _passes_of_kind([rank], steps, kind)
@@ -97,7 +98,7 @@ def _pass_s(stage: Stage, steps: Sequence[Steps], kind: str) -> float:
 
 
 def _layers_share(stage: Stage, steps: Sequence[Steps]) -> float:
-    """Share of the forwards of a stage that its layers take; 1 if they were not timed."""
+    """Return the share of a stage's forwards that its layers take; 1 if the layers were not timed."""
     timed = [forward for forward in _passes_of_kind(stage.ranks, steps, FORWARD) if forward.layers_s]
     if not timed:
         return 1.0
@@ -105,7 +106,7 @@ def _layers_share(stage: Stage, steps: Sequence[Steps]) -> float:
 
 
 def _passes_of_kind(ranks: Sequence[int], steps: Sequence[Steps], kind: str) -> list[PassTimes]:
-    """The forwards, or the backwards, of these ranks in these steps."""
+    """Return all forwards of these ranks in these steps, or all backwards, as ``kind`` says."""
     passes: list[PassTimes] = []
     for step in steps:
         for rank in ranks:
@@ -114,14 +115,14 @@ def _passes_of_kind(ranks: Sequence[int], steps: Sequence[Steps], kind: str) -> 
 
 
 def _ahead_s(step: Steps, rank: int, other: int) -> float:
-    """Seconds by which the clock of ``rank`` is ahead of that of ``other``."""
+    """Return the seconds by which the clock of ``rank`` is ahead of that of ``other``."""
     return step[rank].joined_s - step[other].joined_s
 
 
 def _hop_s(earlier: Stage, later: Stage, step: Steps) -> float:
-    """Seconds of the fastest message of a step between two stages, from the end of a pass to its arrival.
+    """Return the seconds of the fastest message of a step between two stages, from the end of a pass to its arrival.
 
-    The fastest, because a message that arrives while its receiver still computes looks slower than it was.
+    Slower messages are not used: they may have waited at the receiver, which still computed.
     """
     sender, receiver = earlier.ranks[0], later.ranks[0]
     passes_earlier = _by_pass(step[sender].passes)
@@ -139,15 +140,19 @@ def _hop_s(earlier: Stage, later: Stage, step: Steps) -> float:
     return max(0.0, min(messages_s, default=0.0))
 
 
-def phases_of_rank(pipeline: Pipeline, j: int, rank: int, step: Steps) -> dict[str, float]:
-    """Seconds of each phase of a rank of stage ``j`` in the passes of a step, by the fields of `RankTimes`."""
+def phases_of_rank(pipeline: Pipeline, stage_index: int, rank: int, step: Steps) -> dict[str, float]:
+    """Return the seconds that a rank spends in each phase of a step, by the fields of `RankTimes`.
+
+    Args:
+        stage_index: of the rank's stage in ``pipeline``.
+    """
     times = step[rank]
     # A forward waits for the stage before, a backward for the stage behind; the ends of a pipeline wait for nobody.
-    sender_of_kind = {}
-    for kind, neighbour in ((FORWARD, j - 1), (BACKWARD, j + 1)):
+    sender_by_kind = {}
+    for kind, neighbour in ((FORWARD, stage_index - 1), (BACKWARD, stage_index + 1)):
         if 0 <= neighbour < len(pipeline.stages):
-            sender_of_kind[kind] = pipeline.stages[neighbour].ranks[0]
-    sent_passes = {kind: _by_pass(step[sender].passes) for kind, sender in sender_of_kind.items()}
+            sender_by_kind[kind] = pipeline.stages[neighbour].ranks[0]
+    sent_passes = {kind: _by_pass(step[sender].passes) for kind, sender in sender_by_kind.items()}
     compute_s = {FORWARD: 0.0, BACKWARD: 0.0}
     hop_s = bubble_s = 0.0
     for timed in times.passes:
@@ -156,10 +161,10 @@ def phases_of_rank(pipeline: Pipeline, j: int, rank: int, step: Steps) -> dict[s
         upstream = sent_passes.get(timed.kind, {}).get((timed.kind, timed.micro_batch))
         if upstream is None:
             continue
-        # asked      the sender still computes: bubble      sent      on the wire: hop      begin
-        waited_s = timed.begin_s - timed.asked_s
-        upstream_sent_s = upstream.end_s + _ahead_s(step, rank, sender_of_kind[timed.kind])  # on this rank's clock
-        since_both_s = timed.begin_s - max(upstream_sent_s, timed.asked_s)
+        # ready      the sender still computes: bubble      sent      on the wire: hop      begin
+        waited_s = timed.begin_s - timed.ready_s
+        upstream_sent_s = upstream.end_s + _ahead_s(step, rank, sender_by_kind[timed.kind])  # on this rank's clock
+        since_both_s = timed.begin_s - max(upstream_sent_s, timed.ready_s)
         on_wire_s = min(max(since_both_s, 0.0), waited_s)
         hop_s += on_wire_s
         bubble_s += waited_s - on_wire_s
@@ -169,4 +174,5 @@ def phases_of_rank(pipeline: Pipeline, j: int, rank: int, step: Steps) -> dict[s
 
 
 def _by_pass(passes: Sequence[PassTimes]) -> dict[tuple[str, int], PassTimes]:
+    """Return the passes of one rank and step as a mapping: ("forward", 2) is the forward of micro-batch 2."""
     return {(timed.kind, timed.micro_batch): timed for timed in passes}

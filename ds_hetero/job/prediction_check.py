@@ -1,4 +1,4 @@
-"""Check of the predicted step time against the measured one.
+"""Compare the predicted step time with the measured one at the end of a job.
 
 Rank 0 alone has forecasts. Its `PredictionCheck` reads a clock after every optimizer step, and compares at the end:
 when the engine is destroyed, when the handle is undone, or when the process exits, whichever comes first. Ranks wait
@@ -20,14 +20,14 @@ import torch
 
 from ds_hetero.common.announce import announce
 from ds_hetero.common.text import time_text
-from ds_hetero.decision.decide import Forecast
+from ds_hetero.decision.forecast import Forecast
 from ds_hetero.errors import HeteroError
-from ds_hetero.job.monitor import WARM_UP
+from ds_hetero.job.monitor import WARM_UP_STEPS
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.schedule import Schedule
 
 logger = logging.getLogger(__name__)
-COMPARED_STEPS = 100  # the latest ones are compared
+COMPARED_STEPS = 100  # the comparison is of so many latest steps
 MicroBatches = tuple[tuple[Schedule, int, int], ...]
 """Micro-batches of a step, each as (schedule, tokens of a sequence, sequences)."""
 
@@ -56,12 +56,12 @@ class PredictionCheck:
         self._last_s: float | None = None
 
     def start(self) -> None:
-        """Report at the latest when the process exits."""
+        """Let `report` be called when the process exits, unless it was called before."""
         if self.forecasts:
             atexit.register(self.report)
 
     def record_batch(self, batch: BatchLayout) -> None:
-        """Record the micro-batch of a sharded forward that begins; forwards without gradients are no training."""
+        """Record the micro-batch of a sharded forward that begins, unless it is a forward without gradients."""
         if self.forecasts and torch.is_grad_enabled():
             self._batches.append((batch.placement.schedule, batch.placement.length, batch.batch_size))
 
@@ -73,7 +73,7 @@ class PredictionCheck:
         """
         if self._last_s is not None and self._batches:  # the very first step has no begin, and is not counted
             self._num_steps += 1
-            if self._num_steps == WARM_UP:
+            if self._num_steps == WARM_UP_STEPS:
                 self._steps.clear()
             self._steps.append((now_s - self._last_s, tuple(self._batches)))
         self._last_s = now_s
@@ -98,11 +98,11 @@ class PredictionCheck:
             return None
         predict = functools.lru_cache(maxsize=None)(self._predict)  # most steps have the same batches
         try:
-            predicted = [predict(batches) for _, batches in steps]
+            predicted_s = [predict(batches) for _, batches in steps]
         except HeteroError as error:
             logger.debug("the steps cannot be predicted: %s", error)
             return None
-        return Comparison(len(steps), median(predicted), median(seconds for seconds, _ in steps))
+        return Comparison(len(steps), median(predicted_s), median(seconds for seconds, _ in steps))
 
     def _predict(self, batches: MicroBatches) -> float:
         """Predict the seconds of a step of these micro-batches on the slowest replica.

@@ -26,7 +26,7 @@ SHARES = ("attention", "model", "all_to_all", "ring_wait", "idle")
 PHASES = ("forward", "backward", "hop", "bubble", "sync")
 """Measured parts of a step of pipelines."""
 RECENT_STEPS = 10  # steps over which minima, medians and maxima are taken; chosen, never measured
-# Useful FLOPs are 4 forward and 8 backward per query-key pair and element of a head (PaLM, arXiv:2204.02311,
+# Useful FLOPs are 4 forward and 8 backward per query-key pair and head dimension (PaLM, arXiv:2204.02311,
 # appendix B). `StepTimes.attention_backward_flops` counts 10 backward, as kernels compute the scores again; so useful
 # FLOPs of both passes are 12 / 10 of the counted ones.
 _USEFUL_PER_BACKWARD = 12 / 10
@@ -35,7 +35,7 @@ _MATMUL_FLOPS = 6  # forward and backward, per parameter and token (PaLM, append
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """Sums over ``steps`` steps of one rank, see `StepTimes`, and its cost of a unit of work."""
+    """One rank's times, summed over ``steps`` steps (see `StepTimes`), and its seconds per FLOP and per token."""
 
     steps: float
     step_s: float
@@ -51,8 +51,8 @@ class RankTimes:
     length: float  # median of the longest sequence of a step
     attention_s_per_flop: float  # see `Observation`; 0 stands for None
     model_s_per_token: float  # likewise
-    error: float  # see `Observation`
-    growth: float  # see `Observation`
+    error: float  # relative standard error of the two costs, see `Observation`
+    growth: float  # factor by which the work may grow before the memory is full, see `Observation`
     peak_flops_per_s: float  # of the device; 0 if unknown
     own_min_s: float  # shortest computing time of the latest `RECENT_STEPS` steps
     own_median_s: float  # median of the same
@@ -63,7 +63,7 @@ class RankTimes:
     bubble_s: float = 0.0  # waiting for a neighbour that still computes, and for the slowest rank after the passes
 
     @classmethod
-    def of(
+    def from_steps(
         cls,
         steps: Sequence[StepTimes],
         unit_costs: RankUnitCosts,
@@ -77,21 +77,21 @@ class RankTimes:
             unit_costs: unit costs of the same steps.
             growth: factor by which the work on the rank may grow before its memory is full.
             peak_flops_per_s: of the device; 0 if unknown.
-            recent_s: computing time of the latest steps, see `own_s`.
+            recent_s: seconds of each of the latest steps in which the rank computed, see `compute_s`.
         """
         per_flop, flop_error = unit_costs.attention.take()
         per_token, token_error = unit_costs.model.take()
-        summed = sums_of(steps)
-        own_s = summed["attention_s"] + summed["model_s"]
-        # The two errors are independent: they add up as the sides of a right angle.
-        error_s = hypot(flop_error * summed["attention_s"], token_error * summed["model_s"])
+        sums = sums_of(steps)
+        compute_s = sums["attention_s"] + sums["model_s"]
+        # The two errors are independent, so their squares add up.
+        error_s = hypot(flop_error * sums["attention_s"], token_error * sums["model_s"])
         return cls(
-            **summed,
+            **sums,
             steps=len(steps),
             length=median(step.length for step in steps) if steps else 0.0,
             attention_s_per_flop=per_flop or 0.0,
             model_s_per_token=per_token or 0.0,
-            error=error_s / own_s if own_s else 0.0,
+            error=error_s / compute_s if compute_s else 0.0,
             growth=growth,
             peak_flops_per_s=peak_flops_per_s,
             own_min_s=min(recent_s, default=0.0),
@@ -100,19 +100,23 @@ class RankTimes:
         )
 
     def __add__(self, later: RankTimes) -> RankTimes:
-        """Add up the sums; every other field, such as a cost, is the later one's."""
-        sums = {name: getattr(self, name) + getattr(later, name) for name in ("steps", *_SUMMED, *_OF_PASSES)}
+        """Add the sums of ``later`` to these; every other field, such as a cost, is taken from ``later``."""
+        sums = {name: getattr(self, name) + getattr(later, name) for name in ("steps", *_STEP_SUMS, *_PASS_SUMS)}
         latest = {field.name: getattr(later, field.name) for field in fields(later) if field.name not in sums}
         return RankTimes(**sums, **latest)
 
     def shares(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the share of the steps' time of each part, `SHARES` or `PHASES`, and the ``"rest"``; the sum is 1."""
+        """Return each part's share of the steps' time, and that of the ``"rest"``; they sum to 1.
+
+        Args:
+            names: of the parts, `SHARES` or `PHASES`.
+        """
         shares = {name: getattr(self, f"{name}_s") / self.step_s for name in names}
         return {**shares, "rest": 1 - sum(shares.values())}
 
     @property
-    def own_s(self) -> float:
-        """Seconds of a step that the rank computes for its share of the work: attention and the rest of the layers."""
+    def compute_s(self) -> float:
+        """Mean seconds of a step that the rank computes, in attention or elsewhere in the model, without waiting."""
         return (self.attention_s + self.model_s) / self.steps
 
     @property
@@ -132,12 +136,13 @@ class RankTimes:
         peak = peak_flops_per_s or self.peak_flops_per_s
         if model is None or not peak:
             return None
-        per_token = model.num_layers * model.active_layer_parameters + model.hidden_size * model.vocab_size
-        useful = _MATMUL_FLOPS * per_token * self.tokens + _USEFUL_PER_BACKWARD * self.attention_backward_flops
-        return useful / self.step_s / peak
+        num_parameters = model.num_layers * model.active_layer_parameters + model.hidden_size * model.vocab_size
+        matmul_flops = _MATMUL_FLOPS * num_parameters * self.tokens
+        attention_flops = _USEFUL_PER_BACKWARD * self.attention_backward_flops
+        return (matmul_flops + attention_flops) / self.step_s / peak
 
 
-_SUMMED = (
+_STEP_SUMS = (
     "step_s",
     "attention_s",
     "model_s",
@@ -149,12 +154,12 @@ _SUMMED = (
     "attention_backward_flops",
     "tokens",
 )
-_OF_PASSES = ("forward_s", "backward_s", "hop_s", "bubble_s")
+_PASS_SUMS = ("forward_s", "backward_s", "hop_s", "bubble_s")
 
 
 def sums_of(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Return the sums over steps of one rank, by the fields of `RankTimes`."""
-    return {name: float(sum(getattr(step, name) for step in steps)) for name in _SUMMED}
+    """Return the sums of a rank's times over ``steps``; keys are fields of `RankTimes`."""
+    return {name: float(sum(getattr(step, name) for step in steps)) for name in _STEP_SUMS}
 
 
 def peak_flops_per_s(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Re-planning of a running job: its plan changes when another one is predicted to be faster.
+"""Change the plan of a running job when another plan is predicted to be faster.
 
 Rank 0 searches at the measured speeds and decides; all ranks apply its decision between two steps.
 """
@@ -44,11 +44,16 @@ class PlanChange(Protocol):
 class PlanSearch(Protocol):
     """Search for a faster plan at the measured speeds; on rank 0."""
 
-    def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[PlanChange]:
-        """Return the best changes at the times since the last observation; none if they gain too little."""
+    def propose(self, step: int, plan: Plan, job_times: JobTimes) -> Sequence[PlanChange]:
+        """Return the best changes of the plan at the measured times; none if they gain too little.
 
-    def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:
-        """Return the share of a step that another plan would save; None if it cannot be predicted."""
+        Args:
+            step: optimizer steps that this process has done.
+            job_times: of the steps since the last observation.
+        """
+
+    def predicted_gain(self, plan: Plan, job_times: JobTimes) -> float | None:
+        """Return the share of a step's time that the best other plan would save; None if it cannot be predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,16 +100,16 @@ class ScheduleSearch:
             start.facts.model.causal,
         )
 
-    def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[ScheduleChange]:
+    def propose(self, step: int, plan: Plan, job_times: JobTimes) -> Sequence[ScheduleChange]:
         """See `PlanSearch`."""
-        decisions = self._replanner.decide(plan.schedules, _observations(plan, seen))
+        decisions = self._replanner.decide(plan.schedules, _observations(plan, job_times))
         return [
             ScheduleChange(step=step, replica=replica, schedule=decision.schedule, gain=decision.gain)
             for replica, decision in enumerate(decisions)
             if decision is not None
         ]
 
-    def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:
+    def predicted_gain(self, plan: Plan, job_times: JobTimes) -> float | None:
         """See `PlanSearch`.
 
         If every replica is one rank, no schedule can change; the gain is then that of replicas whose numbers of samples
@@ -112,20 +117,21 @@ class ScheduleSearch:
         """
         if has_schedules_to_change(plan):
             try:
-                gains = self._replanner.gains(plan.schedules, _observations(plan, seen))
+                gains = self._replanner.gains(plan.schedules, _observations(plan, job_times))
             except Exception:  # a failed prediction must not end a training
                 logger.exception("the gain of re-planning cannot be predicted")
                 return None
             return max((gain for gain in gains if gain is not None), default=None)
-        compute_s = [rank.own_median_s for rank in seen.ranks]
+        compute_s = [rank.own_median_s for rank in job_times.ranks]
         if not all(compute_s):
             return None
         balanced_s = len(compute_s) / sum(1 / seconds for seconds in compute_s)  # harmonic mean: all end together
-        return (max(compute_s) - balanced_s) / seen.step_s
+        return (max(compute_s) - balanced_s) / job_times.step_s
 
 
-def _observations(plan: Plan, seen: JobTimes) -> list[Observation]:
-    return [observation_of([seen.ranks[rank] for rank in schedule.ranks]) for schedule in plan.schedules]
+def _observations(plan: Plan, job_times: JobTimes) -> list[Observation]:
+    """Return the observation of every replica."""
+    return [observation_of([job_times.ranks[rank] for rank in schedule.ranks]) for schedule in plan.schedules]
 
 
 class Replanning:
@@ -133,9 +139,9 @@ class Replanning:
 
     Args:
         change_plan: called on every rank with the new plan.
-        fits: called on every rank before ``change_plan``: returns whether every rank has the memory for the plan, the
-            same on all, and tells the search, which then proposes another; None if the search proposes only plans that
-            fit.
+        fits: called on every rank before ``change_plan``; returns whether all ranks have the memory for the plan, with
+            the same result on every rank. If not, it has reported this to the search, which then proposes another plan.
+            None if the search proposes only plans that fit.
 
     Attributes:
         changes: oldest first; the same on every rank.
@@ -154,15 +160,15 @@ class Replanning:
         self._s_per_token_before: float | None = None  # before the latest change, until its effect is announced
         self._search = search if self._world.rank == 0 else None
 
-    def observe(self, step: int, seen: JobTimes) -> bool:
+    def observe(self, step: int, job_times: JobTimes) -> bool:
         """Change the plan if a faster one is found at these times; return whether it has changed.
 
         Caller: every rank of the world.
         Collectives: one `on_all_ranks`, and one more for every proposal that did not fit.
         """
-        self._announce_effect(step, seen)
+        self._announce_effect(step, job_times)
         while True:  # ends: every proposal that does not fit makes the search narrower, see `BatchSearch.learn`
-            changes = self._world.on_all_ranks(lambda: self._propose(step, seen))[0]
+            changes = self._world.on_all_ranks(lambda: self._propose(step, job_times))[0]
             if not changes:
                 return False
             plan = self.plan
@@ -175,7 +181,7 @@ class Replanning:
             announce(f"step {step}: {change}")
         self.changes += changes
         self._change_plan(self.plan)
-        self._s_per_token_before = _s_per_token(seen)
+        self._s_per_token_before = _s_per_token(job_times)
         return True
 
     def resume(self, content: JsonObject) -> bool:
@@ -202,27 +208,30 @@ class Replanning:
         return True
 
     def _announce(self, text: str) -> None:
+        """Announce on rank 0 what this job does with a checkpoint's changed plan."""
         if self._world.rank == 0:
             announce(f"the checkpoint is of a job that changed its plan; {text}")
 
-    def _propose(self, step: int, seen: JobTimes) -> Sequence[PlanChange]:
-        """Return the changes that rank 0 proposes; none on other ranks."""
+    def _propose(self, step: int, job_times: JobTimes) -> Sequence[PlanChange]:
+        """Return the changes that the search proposes, on rank 0; an empty sequence on other ranks."""
         if self._search is None:
             return []
         try:
-            return self._search.propose(step, self.plan, seen)
+            return self._search.propose(step, self.plan, job_times)
         except Exception:  # training can go on without a new plan
-            logger.exception("re-planning failed; the plan stays from now on")
+            logger.exception(
+                "re-planning failed and is off for the rest of this job; training goes on with the present plan"
+            )
             self._search = None
             return []
 
-    def _announce_effect(self, step: int, seen: JobTimes) -> None:
+    def _announce_effect(self, step: int, job_times: JobTimes) -> None:
         """Announce the measured effect of the latest change, once, at the first observation after it."""
         before_s = self._s_per_token_before
         self._s_per_token_before = None
         if before_s is not None and self._world.rank == 0:
-            ratio = _s_per_token(seen) / before_s
-            unit = "token" if any(rank.tokens for rank in seen.ranks) else "step"
+            ratio = _s_per_token(job_times) / before_s
+            unit = "token" if any(rank.tokens for rank in job_times.ranks) else "step"
             announce(f"step {step}: since {self.changes[-1].event}, a {unit} takes {ratio:.1%} of the time it took")
 
 
@@ -231,20 +240,37 @@ def _expect_same_job(saved: Plan, plan: Plan) -> None:
     ranks = [pipeline.ranks for pipeline in plan.pipelines]
     saved_ranks = [pipeline.ranks for pipeline in saved.pipelines]
     if not saved.is_replicas or ranks != saved_ranks:
-        raise PlanError(f"it is for other replicas, of the ranks {shortened(saved_ranks)}.")
+        raise PlanError(
+            f"its replicas have the ranks {shortened(saved_ranks)}; those of this job have {shortened(ranks)}."
+        )
     if _fixed_batches(saved) != _fixed_batches(plan):
-        raise PlanError(f"its replicas take other batches, {saved.batch_split}.")
+        raise PlanError(
+            f"its replicas take batches of {_batches_text(saved)}; those of this job take {_batches_text(plan)}."
+        )
     schedule, saved_schedule = plan.schedules[0], saved.schedules[0]
     heads = schedule.num_heads, schedule.num_kv_heads
     saved_heads = saved_schedule.num_heads, saved_schedule.num_kv_heads
     if heads != saved_heads:
-        raise PlanError(f"its model has num_heads={saved_heads[0]}, num_kv_heads={saved_heads[1]}.")
+        raise PlanError(
+            f"its model has {_heads_text(saved_schedule)}; the model of this job has {_heads_text(schedule)}."
+        )
+
+
+def _batches_text(plan: Plan) -> str:
+    """Return the batches of a plan for a message."""
+    return "equal size" if plan.batch_split is None else str(plan.batch_split)
+
+
+def _heads_text(schedule: Schedule) -> str:
+    """Return the heads of a schedule for a message."""
+    return f"num_heads={schedule.num_heads}, num_kv_heads={schedule.num_kv_heads}"
 
 
 def _fixed_batches(plan: Plan) -> object:
-    """The part of the batches that re-planning does not change, to be compared.
+    """Return what re-planning keeps of a plan's batches: two plans of the same job have equal results.
 
-    For replicas that share sequences, this is the whole split; for replicas of one rank each, its sum.
+    If a replica has several ranks, re-planning changes only schedules, so the result is the whole batch split. If every
+    replica is one rank, re-planning moves samples between ranks, so the result has their sum and the micro-batches.
     """
     split = plan.batch_split
     if split is None or has_schedules_to_change(plan):
@@ -252,8 +278,8 @@ def _fixed_batches(plan: Plan) -> object:
     return split.samples, split.micro_batches
 
 
-def _s_per_token(seen: JobTimes) -> float:
-    """Seconds of the slowest rank per token of the job; per step if tokens are not counted."""
-    seconds = max(rank.step_s for rank in seen.ranks)
-    tokens = sum(rank.tokens for rank in seen.ranks)
-    return seconds / (tokens or seen.ranks[0].steps)
+def _s_per_token(job_times: JobTimes) -> float:
+    """Return the seconds of the slowest rank per token of the job; per step if tokens are not counted."""
+    seconds = max(rank.step_s for rank in job_times.ranks)
+    tokens = sum(rank.tokens for rank in job_times.ranks)
+    return seconds / (tokens or job_times.ranks[0].steps)

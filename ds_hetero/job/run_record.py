@@ -1,7 +1,7 @@
-"""Record of a running job on rank 0, which it writes as ``run.json``.
+"""Record the measurements of a running job on rank 0, and write them as ``run.json``.
 
-The file is written at the end of the job, however it ends. It is also written while the job runs, so that a killed job
-leaves its measurements: whenever a write takes less than a thousandth of the time since the last one.
+The file is written at the end of the job, however the job ends. It is also written while the job runs, so that a killed
+job leaves its measurements: as often as writing takes less than a thousandth of the job's time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ds_hetero.cluster import load_cluster
 from ds_hetero.common.announce import announce
 from ds_hetero.common.extras import release_of
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.decision.decide import COST_MODEL, JobStart
+from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.decide_pipelines import pipelines_workload
+from ds_hetero.decision.forecast import COST_MODEL
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.job_times import JobTimes, planned_step_s
 from ds_hetero.job.rank_times import RankTimes
@@ -36,8 +37,8 @@ from ds_hetero.runtime.step_clock import NamedRange
 
 logger = logging.getLogger(__name__)
 
-WRITING_SHARE = 1e-3  # of the job's time, at most, goes into writing the file; chosen, never measured
-KEPT_OBSERVATIONS = 2_000  # when a job has more, every second one is dropped; chosen, never measured
+MAX_WRITING_FRACTION = 1e-3  # of the job's time that writing the file may take; chosen, never measured
+MAX_OBSERVATIONS = 2_000  # with more, every second observation is dropped; chosen, never measured
 _PACKAGES = ("ds-hetero", "torch", "deepspeed", "transformers", "accelerate")
 
 
@@ -62,8 +63,8 @@ class Snapshot:
         else:
             name = "CPU"
             memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        traced = ranges if len(ranges) <= MAX_TRACED else ()
-        return cls(name, memory_bytes, tuple((span.name, span.start_s, span.stop_s) for span in traced))
+        traced_ranges = ranges if len(ranges) <= MAX_TRACED else ()
+        return cls(name, memory_bytes, tuple((span.name, span.start_s, span.stop_s) for span in traced_ranges))
 
     def to_bytes(self) -> bytes:
         """Encode the snapshot for the exchange between ranks."""
@@ -77,7 +78,15 @@ class Snapshot:
 
 
 class RunRecord:
-    """Record of the job so far, with the events of an elastic one; on rank 0."""
+    """Record of the job so far; on rank 0.
+
+    Args:
+        path: of ``run.json``.
+        changes: returns the changes of the plan so far.
+
+    Attributes:
+        events: of an elastic job.
+    """
 
     def __init__(self, start: JobStart, path: Path, changes: Callable[[], Sequence[PlanChange]]) -> None:
         self._start, self._path, self._changes = start, path, changes
@@ -92,21 +101,21 @@ class RunRecord:
         self._traced_step: int | None = None
         self._written_s, self._writing_s = time.monotonic(), 0.0
 
-    def add(self, step: int, seen: JobTimes, totals: Sequence[RankTimes]) -> None:
+    def add(self, step: int, job_times: JobTimes, totals: Sequence[RankTimes]) -> None:
         """Add an observation, and replace the totals over all observations; write the file if that is cheap."""
         self._totals = list(totals)
         self._observations.append(
             {
                 "step": step,
-                "steps": seen.ranks[0].steps,
-                "step_s": seen.step_s,
-                "tokens_per_s": seen.tokens_per_s(self._start.plan),
-                "imbalance": seen.imbalance,
+                "steps": job_times.ranks[0].steps,
+                "step_s": job_times.step_s,
+                "tokens_per_s": job_times.tokens_per_s(self._start.plan),
+                "imbalance": job_times.imbalance,
             }
         )
-        if len(self._observations) > KEPT_OBSERVATIONS:
+        if len(self._observations) > MAX_OBSERVATIONS:
             del self._observations[::2]
-        if time.monotonic() - self._written_s > self._writing_s / WRITING_SHARE:
+        if time.monotonic() - self._written_s > self._writing_s / MAX_WRITING_FRACTION:
             self._write("running")
 
     def add_snapshots(self, step: int, snapshots: Sequence[Snapshot]) -> None:
@@ -130,18 +139,20 @@ class RunRecord:
             announce(f"the measurements are in {self._path}")
 
     def _write(self, ended: str) -> bool:
-        began_s = time.monotonic()
+        """Write the file; return whether that succeeded. ``ended``: how the job ended, or "running"."""
+        begin_s = time.monotonic()
         try:
-            write_run(self._run(ended), self._path)
+            write_run(self._run_file(ended), self._path)
         except OSError as error:  # a full disk must not end a training
-            logger.error("%s cannot be written: %s", self._path, error)
+            logger.error("the measurements of this job cannot be written to %s: %s", self._path, error)
             return False
         finally:
             self._written_s = time.monotonic()
-            self._writing_s = self._written_s - began_s
+            self._writing_s = self._written_s - begin_s
         return True
 
-    def _run(self, ended: str) -> RunFile:
+    def _run_file(self, ended: str) -> RunFile:
+        """Return the content of the file."""
         return RunFile(
             plan=self._start.plan,
             scenario=self._scenario,
@@ -150,7 +161,7 @@ class RunRecord:
             written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             versions=self._versions,
             steps=int(self._totals[0].steps),
-            ranks=tuple(map(_measured, self._totals, self._snapshots)),
+            ranks=tuple(map(_measured_rank, self._totals, self._snapshots)),
             observations=tuple(self._observations),
             changes=tuple(change.to_dict() for change in self._changes()),
             events=tuple(self.events),
@@ -159,21 +170,21 @@ class RunRecord:
         )
 
 
-def _measured(times: RankTimes, snapshot: Snapshot) -> MeasuredRank:
-    """The file's row of one rank, whose names are those of `RankTimes`."""
-    summed = ("step_s", "attention_s", "model_s", "tokens")
-    summed_waits = ("all_to_all_s", "ring_wait_s", "idle_s", "hop_s", "bubble_s", "sync_s")
-    of_latest_steps = ("own_min_s", "own_median_s", "own_max_s")
+def _measured_rank(times: RankTimes, snapshot: Snapshot) -> MeasuredRank:
+    """Return a rank's entry of ``run.json``: its times as means per step, and its device and memory."""
+    work_fields = ("step_s", "attention_s", "model_s", "tokens")  # sums over steps; the file has means
+    wait_fields = ("all_to_all_s", "ring_wait_s", "idle_s", "hop_s", "bubble_s", "sync_s")  # sums, too
+    latest_step_fields = ("own_min_s", "own_median_s", "own_max_s")
     return MeasuredRank(
         device=snapshot.device,
         memory_bytes=snapshot.memory_bytes,
-        **{name: getattr(times, name) / times.steps for name in (*summed, *summed_waits)},
-        **{name: getattr(times, name) for name in of_latest_steps},
+        **{name: getattr(times, name) / times.steps for name in (*work_fields, *wait_fields)},
+        **{name: getattr(times, name) for name in latest_step_fields},
     )
 
 
 def _predicted_s(start: JobStart) -> float | None:
-    """Seconds of a step that were predicted at the start; None without a prediction."""
+    """Return the seconds of a step that were predicted at the start; None without a prediction."""
     if start.is_of_pipelines:
         return planned_step_s(start.plan)
     return max((forecast.prediction.iteration_s for forecast in start.forecasts), default=None)
@@ -226,5 +237,6 @@ def _scenario_of_pipelines(start: JobStart) -> PlanScenario | None:
 
 
 def _versions() -> dict[str, str]:
+    """Return the releases of Python and of the packages that are installed."""
     packages = {name: release_of(name) for name in _PACKAGES}
     return {"python": sys.version.split()[0], **{name: text for name, text in packages.items() if text is not None}}

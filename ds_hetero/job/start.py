@@ -1,13 +1,12 @@
-"""The start of a job: all ranks agree on what they have read, and rank 0 decides for all of them.
+"""Start a job: all ranks read and compare section and facts, and rank 0 decides on the plan for all of them.
 
     request = agree_on_request(world, read_section)            # the section, parsed once, and its plan file, read once
     facts = agree_on_facts(world, read)                        # every rank reads, all compare
     start = start_job(world, facts, clusters, plan=request.plan)  # of replicas or pipelines, the same on every rank
 
-All ranks know of a fault that one rank finds before any rank acts, so that every rank stops with the same message.
-The capabilities of the devices are compared as well. Only rank 0 reads schedule and cluster files, searches and
-predicts. Nothing here knows a framework or keeps state: a job that goes on with other ranks is started again, with
-another `World`.
+Every rank stops with the same message, before any of them acts, if one rank finds a fault. The capabilities of the
+devices are compared as well. Only rank 0 reads schedule and cluster files, searches and predicts. Nothing here knows a
+framework or keeps state: a job that goes on with other ranks is started again, with another `World`.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.announce import announce
+from ds_hetero.common.atomic_writing import write_whole
 from ds_hetero.common.private_files import make_cache_folder
-from ds_hetero.common.reading import JsonDict, JsonObject, shortened, write_whole
+from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.decision.batches import plan_of_batches
-from ds_hetero.decision.decide import (
-    JobStart,
+from ds_hetero.decision.chosen_text import chosen_pipelines_text, chosen_schedules_text, kept_attention_lines
+from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
+from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys
+from ds_hetero.decision.facts import JobFacts, TrainingFacts
+from ds_hetero.decision.resolve import (
     check_plan_fits,
-    decide,
-    depends_on_measuring,
     given_plan,
     is_of_pipelines,
     needs_planner,
     replica_size,
     sp_size_of,
 )
-from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys
-from ds_hetero.decision.facts import JobFacts, TrainingFacts
 from ds_hetero.decision.start_text import forecast_text, pipelines_text, searched_text
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.native_types import device_without_bf16, dtype_of, expect_native_bf16
+from ds_hetero.job.bf16_support import device_without_bf16, dtype_of, expect_native_bf16
 from ds_hetero.planner.published.hetero_ring import FORMULA, LUT, table_text
 from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
@@ -54,6 +53,7 @@ from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import collectives_library, default_device, device_memory_bytes, has_native_bf16
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.baselines import STRATEGIES
+from ds_hetero.values.deprecated_keys import deprecation_lines
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import SECTION, HeterogeneitySection, KernelName, KernelWish
@@ -61,21 +61,21 @@ from ds_hetero.values.section import SECTION, HeterogeneitySection, KernelName, 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MISSING = "missing"  # stands for a key that some ranks lack
-_USUAL_HEAD_DIM = 128  # of a model whose configuration does not say; that of Llama and Qwen
-_SHOWN = 8  # groups of a schedule, and replicas of a job, that a line lists; chosen, never measured
+_MISSING = "missing"  # the value of a key on ranks that lack the key
+_DEFAULT_HEAD_DIM = 128  # for a model whose configuration has none; that of Llama and Qwen
+_MAX_LISTED = 8  # groups of a schedule, and replicas of a job, that a line lists; chosen, never measured
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a job, and how they fail together."""
+    """This rank and the number of ranks, with `on_all_ranks`, which raises an error of one rank on all of them."""
 
     rank: int
     size: int
 
     @classmethod
     def current(cls) -> World:
-        """The ranks of the default process group; one rank without it."""
+        """Return this rank in the default process group; rank 0 of 1 without a process group."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls(0, 1)
 
     def on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
@@ -83,18 +83,21 @@ class World:
         return on_all_ranks(compute)
 
 
-class MeasuredClusters:
-    """Clusters of the live ranks, each measured once for all models with the same kernel, data type and heads."""
+class ClusterCache:
+    """Measurements of the live ranks, cached.
+
+    Models with the same kernel, data type, head size and soft cap share one cluster.
+    """
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[int, str, str, int | None, float | None], Cluster] = {}
 
     @waiting_for_peers("measuring the ranks")
-    def of(self, world: World, facts: JobFacts) -> Cluster:
+    def measure(self, world: World, facts: JobFacts) -> Cluster:
         """Return the cluster of the live ranks, measured as the job will train.
 
         Args:
-            facts: of the job; kernel, data type, head size and soft cap are used.
+            facts: facts of the job, of which kernel, data type, head size and soft cap are used.
 
         Caller: every rank of the world.
         Collectives: the first time, those of `ds_hetero.profiler.cache.measure_cached`.
@@ -137,10 +140,10 @@ def agree_on_facts(
         if has_kernel:
             check_facts(facts, world.size, world.rank)
         without_bf16 = device_without_bf16(facts, default_device())
-        return facts, without_bf16, device_name(), own_capabilities(facts, world.rank) if world.size > 1 else ""
+        return facts, without_bf16, device_name(), describe_capabilities(facts, world.rank) if world.size > 1 else ""
 
-    examined = world.on_all_ranks(examine)
-    facts_by_rank, without_bf16, devices, capabilities = zip(*examined, strict=True)
+    reports = world.on_all_ranks(examine)
+    facts_by_rank, without_bf16, devices, capabilities = zip(*reports, strict=True)
     _expect_equal([_compared_facts(facts) for facts in facts_by_rank])
     expect_native_bf16(facts_by_rank[0], without_bf16, in_pipelines=in_pipelines)
     if has_kernel:
@@ -152,7 +155,7 @@ def agree_on_facts(
 
 
 def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> None:
-    """Refuse facts that this rank can tell to be impossible by itself, before anything is measured.
+    """Refuse facts that cannot work, as far as this rank can see by itself, before anything is measured.
 
     Raises:
         ConfigError: see `expect_kernel`; or the world cannot be divided into replicas of the requested size.
@@ -175,7 +178,7 @@ def _kernel_of(facts: JobFacts, rank: int) -> AttentionKernel:
     """Return the kernel that this rank will run. Raises `ConfigError`: none works here."""
     device = torch.device(default_device().type)
     dtype = getattr(torch, dtype_of(facts))
-    head_dim = facts.model.head_dim or _USUAL_HEAD_DIM
+    head_dim = facts.model.head_dim or _DEFAULT_HEAD_DIM
     return select(device, dtype, head_dim, facts.model.softcap, requested_kernel(facts.section.attention, rank))
 
 
@@ -185,38 +188,41 @@ def device_name() -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
+def requested_kernel(requested: KernelWish, rank: int) -> KernelName | None:
     """Return the kernel that the section requests for this rank; None lets the rank choose its best.
 
     Args:
-        wish: one kernel for all ranks, a list by rank, or a mapping from parts of device names.
+        requested: one kernel for all ranks, a list by rank, or a mapping from parts of device names.
 
     Raises:
         ConfigError: the list has no entry for this rank, or several keys of the mapping fit its device.
     """
-    if isinstance(wish, list):
-        if rank >= len(wish):
+    if isinstance(requested, list):
+        if rank >= len(requested):
             raise ConfigError(
-                f'"{SECTION}.attention" names kernels for {len(wish)} ranks, and this is rank {rank}. Give it one '
+                f'"{SECTION}.attention" names kernels for {len(requested)} ranks, and this is rank {rank}. Give it one '
                 "entry per rank."
             )
-        return wish[rank]
-    if not isinstance(wish, dict):
-        return wish
-    fitting = [part for part in wish if _is_part_of(part, device_name())]
-    if len(fitting) > 1:
+        return requested[rank]
+    if not isinstance(requested, dict):
+        return requested
+    matching_keys = [part for part in requested if _is_part_of(part, device_name())]
+    if len(matching_keys) > 1:
         raise ConfigError(
-            f'"{SECTION}.attention": {" and ".join(map(repr, fitting))} are both parts of the name of rank {rank}\'s '
-            f"device, {device_name()}. Make the keys longer, so that one fits."
+            f'"{SECTION}.attention": {" and ".join(map(repr, matching_keys))} are both parts of the name of rank '
+            f"{rank}'s device, {device_name()}. Make the keys longer, so that one fits."
         )
-    return wish[fitting[0]] if fitting else None
+    return requested[matching_keys[0]] if matching_keys else None
 
 
-def expect_known_devices(wish: KernelWish, names: Sequence[str]) -> None:
-    """Refuse a list of another length than the ranks, and keys that fit no device. Raises `ConfigError`: names them."""
-    if isinstance(wish, list) and len(wish) != len(names):
-        raise ConfigError(f'"{SECTION}.attention" has {len(wish)} entries; there are {len(names)} ranks.')
-    for part in wish if isinstance(wish, dict) else ():
+def expect_known_devices(requested: KernelWish, names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a list with more or fewer kernels than ranks, or for a key that matches no device."""
+    if isinstance(requested, list) and len(requested) != len(names):
+        raise ConfigError(
+            f'"{SECTION}.attention" has {len(requested)} entries; there are {len(names)} ranks. '
+            "Give it one entry per rank."
+        )
+    for part in requested if isinstance(requested, dict) else ():
         if not any(_is_part_of(part, name) for name in names):
             raise ConfigError(
                 f'"{SECTION}.attention": "{part}" is not part of any device\'s name. They are '
@@ -225,10 +231,11 @@ def expect_known_devices(wish: KernelWish, names: Sequence[str]) -> None:
 
 
 def _is_part_of(part: str, name: str) -> bool:
+    """Return True if ``part`` occurs in a device's name; case is ignored."""
     return part.lower() in name.lower()
 
 
-def own_capabilities(facts: JobFacts, rank: int) -> str:
+def describe_capabilities(facts: JobFacts, rank: int) -> str:
     """Describe this rank's capabilities for the job in one line. Raises `ConfigError`: no kernel works here."""
     device = default_device()
     parts = [f"{device_name()} ({_architecture(device)})" if device.type == "cuda" else device_name()]
@@ -242,12 +249,13 @@ def own_capabilities(facts: JobFacts, rank: int) -> str:
 
 
 def capability_lines(by_rank: Sequence[str]) -> list[str]:
-    """Return a line for each set of ranks with the same `own_capabilities`; none if all ranks are alike."""
+    """Return a line for each set of ranks with the same `describe_capabilities`; none if all ranks are alike."""
     kinds = ranks_by_value(enumerate(by_rank))
     return [f"{ranks_text(ranks)}: {text}" for text, ranks in kinds.items()] if len(kinds) > 1 else []
 
 
 def _architecture(device: torch.device) -> str:
+    """Return a GPU's architecture by its maker's name, such as "sm_86" or "gfx942"."""
     if torch.version.hip:
         return str(torch.cuda.get_device_properties(device).gcnArchName)
     major, minor = torch.cuda.get_device_capability(device)
@@ -263,7 +271,7 @@ def expect_same_sections(sections: Sequence[HeterogeneitySection | None]) -> Non
 
 
 def _compared_facts(facts: JobFacts) -> JsonDict:
-    """The facts, in addition to the section, that must be equal on all ranks."""
+    """Return the facts that must be equal on all ranks, as the section must be."""
     return {
         "model": facts.model.name,
         "num_heads": facts.model.num_heads,
@@ -273,13 +281,17 @@ def _compared_facts(facts: JobFacts) -> JsonDict:
     }
 
 
-def _expect_equal(views: Sequence[JsonObject]) -> None:
-    """Refuse values, by rank and name, that differ between ranks. Raises `ConfigError`."""
+def _expect_equal(values_by_rank: Sequence[JsonObject]) -> None:
+    """Refuse values that differ between ranks. Raises `ConfigError`: names the value and the ranks.
+
+    Args:
+        values_by_rank: of each rank, the values by name.
+    """
     names: dict[str, None] = {}  # of all ranks, in order of their first use
-    for view in views:
-        names.update(dict.fromkeys(view))
+    for values_of_rank in values_by_rank:
+        names.update(dict.fromkeys(values_of_rank))
     for name in names:
-        values = [view.get(name, _MISSING) for view in views]
+        values = [values_of_rank.get(name, _MISSING) for values_of_rank in values_by_rank]
         if any(value != values[0] for value in values):
             ranks_of_value = ranks_by_value((rank, shortened(value)) for rank, value in enumerate(values))
             listed = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_of_value.items())
@@ -304,23 +316,23 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def start_job(
     world: World,
     facts: JobFacts,
-    clusters: MeasuredClusters,
+    clusters: ClusterCache,
     before: JobStart | None = None,
     *,
     plan: Plan | None = None,
-    read_no_inners: Callable[[], Mapping[str, str]] = dict,
+    read_impossible_stage_kinds: Callable[[], Mapping[str, str]] = dict,
 ) -> JobStart:
     """Decide on the plan on rank 0, and send it to all ranks.
 
     Args:
         clusters: measurements so far; used if the section says ``"cluster": "measure"``, and added to.
-        before: an earlier start with the same model. If the section has not changed, its plan stays, even if more
-            facts of the training are known now: loaders may use that plan already.
+        before: result of an earlier start with the same model; None at the first start. If the section has not changed,
+            its plan stays, even if more facts of the training are known now: loaders may use that plan already.
         plan: from the section's file, see `Request`.
-        read_no_inners: returns why ranks cannot share the work of a stage, see `PipelineFacts`; called on rank 0.
+        read_impossible_stage_kinds: returns `PipelineFacts.impossible_stage_kinds`; called on rank 0.
 
     Caller: every rank of the world, once or twice per model.
-    Collectives: one `on_all_ranks`; before it, if the live ranks are measured, those of `MeasuredClusters.of`.
+    Collectives: one `on_all_ranks`; before it, if the live ranks are measured, those of `ClusterCache.measure`.
 
     Raises:
         HeteroError: the same one on every rank.
@@ -331,52 +343,72 @@ def start_job(
         heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
         check_plan_fits(before.plan, **heads, sp_sizes=facts.sp_sizes)
         return replace(before, facts=facts)
-    of_pipelines = plan is not None and is_of_pipelines(plan, facts.section)
+    has_pipelines = plan is not None and is_of_pipelines(plan, facts.section)
     measured: Cluster | None = None
-    if not of_pipelines and depends_on_measuring(facts, world.size):
-        measured = clusters.of(world, facts)
+    if not has_pipelines and depends_on_measuring(facts, world.size):
+        measured = clusters.measure(world, facts)
     start: JobStart | None = None
     on_host = default_device().type == "cpu"
 
-    def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None, bool] | None:
+    def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None, bool, bool] | None:
         nonlocal start
         if world.rank > 0:
             return None
-        no_inners = read_no_inners()
-        start = decide(facts, world.size, measured=measured, on_host=on_host, plan=plan, no_inners=no_inners)
-        return start.plan, start.zero_weights, start.is_predicted
+        start = decide(
+            facts,
+            world.size,
+            measured=measured,
+            on_host=on_host,
+            plan=plan,
+            impossible_stage_kinds=read_impossible_stage_kinds(),
+        )
+        return start.plan, start.zero_weights, start.is_predicted, start.keeps_attention
 
-    decided = world.on_all_ranks(decide_on_rank_0)[0]
+    decision = world.on_all_ranks(decide_on_rank_0)[0]
     if start is None:
-        assert decided is not None
-        plan, weights, is_predicted = decided
-        start = JobStart(facts=facts, plan=plan, zero_weights=weights, is_predicted=is_predicted)
+        assert decision is not None
+        plan, weights, is_predicted, keeps_attention = decision
+        start = JobStart(
+            facts=facts,
+            plan=plan,
+            zero_weights=weights,
+            is_predicted=is_predicted,
+            keeps_attention=keeps_attention,
+        )
     return start
 
 
 def announce_start(start: JobStart) -> None:
-    """Announce that the engine is on, with the plan and its prediction; on rank 0.
+    """Announce that the engine is on, with the plan and its prediction; on rank 0. Records of level DEBUG say more.
 
     Pipelines that were searched for are saved as a file, whose path is announced: a later job may name it as its
     schedule.
     """
+    for line in deprecation_lines(start.section):
+        announce(line)
     if start.is_of_pipelines:
-        lines = [f"on, {pipelines_text(start.plan)}"]
-        if start.searched is not None:
-            lines += [searched_text(start.searched), _kept_text(_keep_plan(start.plan))]
-        for text in ("\n".join(lines), *idle_keys(start.section, start.plan)):
+        kept = None if start.searched is None else _saved_plan_text(_save_plan(start.plan))
+        for text in (
+            chosen_pipelines_text(start.plan, start.searched, kept),
+            *idle_keys(start.section, start.plan),
+        ):
             announce(text)
+        if start.searched is not None:
+            logger.debug("%s\n%s", pipelines_text(start.plan), searched_text(start.searched))
         return
     announce(f"on, {plan_text(start.plan, start.section)}")
+    for line in kept_attention_lines(start):
+        announce(line)
     if start.forecasts and start.section.strategy in (LUT.name, FORMULA.name):
         announce(table_text(start.forecasts[0].cost))
     if start.forecasts:
-        announce(f"the schedule\n{forecast_text(start.forecasts)}")
+        announce(chosen_schedules_text(start.forecasts))
+        logger.debug("the schedule\n%s", forecast_text(start.forecasts))
     elif start.no_forecast_reason:
         announce(f"no prediction of the step time: {start.no_forecast_reason}")
     if (
         start.section.replan.enabled
-        and start.section.batch is None
+        and not start.section.sets_batch_by_rank
         and all(schedule.sp_size == 1 for schedule in start.plan.schedules)
     ):
         announce(
@@ -386,16 +418,16 @@ def announce_start(start: JobStart) -> None:
 
 
 def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
-    """One line of a plan of replicas: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens ...``."""
+    """Describe a plan of replicas: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens ...``."""
     num_ranks = len(plan.ranks)
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    if section.batch is not None and plan.batch_split is not None:
+    if section.sets_batch_by_rank and plan.batch_split is not None:
         sizes = [str(size) for size in plan.batch_split.micro_batch_sizes]
         return f"{ranks}, whole samples by rank: {' | '.join(_first_few(sizes))} in a micro-batch"
     source = section.strategy if isinstance(section.strategy, str) else "given inline"
     if source.endswith(".json"):
         source = Path(source).name
-    replicas_of_shape: dict[Schedule, list[int]] = {}
+    replicas_of_shape: dict[Schedule, list[int]] = {}  # replicas with the same schedule, up to the first rank
     for number, schedule in enumerate(plan.schedules):
         replicas_of_shape.setdefault(schedule.shifted(0), []).append(number)
     count = f"{len(plan.pipelines)} replicas, " if len(plan.pipelines) > 1 else ""
@@ -403,14 +435,14 @@ def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
 
 
 def _first_few(texts: Sequence[str]) -> list[str]:
-    """The first `_SHOWN` texts, and ``"3 more"`` for the others."""
-    num_more = len(texts) - _SHOWN
+    """Return the first `_MAX_LISTED` texts, and ``"3 more"`` for the others."""
+    num_more = len(texts) - _MAX_LISTED
     more = [f"{num_more} more"] if num_more > 0 else []
-    return [*texts[:_SHOWN], *more]
+    return [*texts[:_MAX_LISTED], *more]
 
 
 def _shapes_text(replicas_of_shape: dict[Schedule, list[int]]) -> str:
-    """``replica 0, 1: groups ...; replica 2: groups ...``; without numbers if all replicas are alike."""
+    """Return ``replica 0, 1: groups ...; replica 2: groups ...``; without numbers if all replicas are alike."""
     if len(replicas_of_shape) == 1:
         return _shape_text(next(iter(replicas_of_shape)))
     texts = []
@@ -420,14 +452,14 @@ def _shapes_text(replicas_of_shape: dict[Schedule, list[int]]) -> str:
 
 
 def _shape_text(schedule: Schedule) -> str:
-    """``groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``, in ring order."""
+    """Return ``groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``, groups in ring order."""
     heads = ["+".join(map(str, group.heads)) for group in schedule.ring_groups]
     tokens = [":".join(f"{weight:.4g}" for weight in group.tokens) for group in schedule.ring_groups]
     heads_text, tokens_text = " | ".join(_first_few(heads)), " | ".join(_first_few(tokens))
     return f"groups {len(schedule.groups)}, heads {heads_text}, tokens {tokens_text}"
 
 
-def _keep_plan(plan: Plan) -> Path | None:
+def _save_plan(plan: Plan) -> Path | None:
     """Write a plan into the user's cache folder, completely or not at all; None if that fails."""
     folder = cache_folder()
     if folder is None:
@@ -443,15 +475,16 @@ def _keep_plan(plan: Plan) -> Path | None:
     return path
 
 
-def _kept_text(path: Path | None) -> str:
+def _saved_plan_text(path: Path | None) -> str:
+    """Return the line that says where the plan was saved, and how a later job uses it."""
     if path is None:
         return "kept:       nowhere; handle.plan.to_dict() is the content of its file"
-    return f'kept:       in {path}; beside "parallel": "full", "schedule": "{path}" runs it again without a search'
+    return f'kept:       {path}; add it as "schedule" to skip the search'
 
 
 @dataclass(frozen=True)
 class ReplicaBatches:
-    """The batches of one replica among replicas that take different ones."""
+    """The batches of one replica, if the replicas of a job take different batches."""
 
     split: BatchSplit  # the batches of all replicas
     replica_id: int  # index of this rank's replica
@@ -499,27 +532,22 @@ def agree_on_request(
             not follow a key of the section.
     """
 
-    def read_own() -> Request:
+    def read_request() -> Request:
+        """Read this rank's section, and on rank 0 the plan that it names."""
         section = read()
         if section is None or world.rank > 0:
-            return Request(section, None)
-        if takes_batches(section):
             return Request(section, None)
         plan = given_plan(section, world.size)
         if plan is not None and is_of_pipelines(plan, section):
             check_pipeline_section(section)
         return Request(section, plan)
 
-    by_rank = world.on_all_ranks(read_own)
+    by_rank = world.on_all_ranks(read_request)
     expect_same_sections([request.section for request in by_rank])
     section = by_rank[0].section
-    if section is None or section.batch is None or not takes_batches(section):
+    # With "parallel": "full" the batches of pipelines are the plan's, and "batch" is refused later.
+    if section is None or section.batch is None or section.parallel == "full":
         return by_rank[0]
     memory = world.on_all_ranks(device_memory_bytes) if section.batch == "by_speed" else []
-    known = memory if all(memory) else []
-    return Request(section, plan_of_batches(section.batch, training or TrainingFacts(), world.size, known))
-
-
-def takes_batches(section: HeterogeneitySection) -> bool:
-    """Return whether a section divides batches between ranks that each run the whole model."""
-    return section.batch is not None and section.parallel == "sequence"
+    known_memory = memory if all(memory) else []
+    return Request(section, plan_of_batches(section.batch, training or TrainingFacts(), world.size, known_memory))

@@ -1,4 +1,4 @@
-"""Straggler detection: a score per rank, and a message when a rank stays behind the others.
+"""Detect stragglers: score every rank, and report a rank that stays behind the others.
 
 A rank's score is the computing time of a typical rank divided by its own, at most 1. A rank with score 0.7 computes
 1 / 0.7 = 1.43 times as long as the others, and they wait for it. The typical rank is the median of the ranks that have
@@ -21,34 +21,34 @@ from ds_hetero.common.text import time_text
 from ds_hetero.job.job_times import JobTimes
 from ds_hetero.job.rank_times import RECENT_STEPS
 
-BEHIND = 0.9  # score below which a rank is behind: five times the noise of a median
-FAR_BEHIND = 0.8  # score below which one observation is enough; chosen, never measured
-OBSERVATIONS_IN_A_ROW = 2  # before a rank is named, or is reported to have caught up
+STRAGGLER_SCORE = 0.9  # a rank with a lower score is behind; 1 less five times the noise of a median
+CLEAR_STRAGGLER_SCORE = 0.8  # below this score, one observation is enough; chosen, never measured
+OBSERVATIONS_IN_A_ROW = 2  # needed to name a rank, or to report that it has caught up
 
 
 class Remedy(NamedTuple):
-    """Change of the configuration that would let the other ranks wait less."""
+    """Change of the configuration after which ranks would wait less for a straggler."""
 
-    subject: str  # subject and verb of the sentence that says what it saves
-    setting: str  # what to write
+    subject: str  # first words of "... predicted to save 10% of a step": "Re-planning is"
+    setting: str  # the key to add to the section
 
 
-OF_TOKENS = Remedy("Re-planning is", '"replan": {"enabled": true}')
-OF_SAMPLES = Remedy(
+MOVE_TOKENS = Remedy("Re-planning is", '"replan": {"enabled": true}')
+SHARE_SAMPLES = Remedy(
     "Samples in proportion to speed are", '"schedule" with the file that "ds-hetero replicas --out FILE" writes'
 )
-OF_LAYERS = Remedy("Moving layers is", '"replan": {"enabled": true}')
+MOVE_LAYERS = Remedy("Moving layers is", '"replan": {"enabled": true}')
 
 
-def scores(own_s: Sequence[float]) -> list[float]:
+def scores(compute_s: Sequence[float]) -> list[float]:
     """Return the score of every rank; 1 for ranks without work.
 
     Args:
-        own_s: seconds that each rank computes in a step.
+        compute_s: seconds that each rank computes in a step.
     """
-    working = [seconds for seconds in own_s if seconds > 0]
-    typical_s = median_low(working) if working else 0.0
-    return [min(typical_s / seconds, 1.0) if seconds > 0 else 1.0 for seconds in own_s]
+    positive_s = [seconds for seconds in compute_s if seconds > 0]
+    typical_s = median_low(positive_s) if positive_s else 0.0
+    return [min(typical_s / seconds, 1.0) if seconds > 0 else 1.0 for seconds in compute_s]
 
 
 class Stragglers:
@@ -60,35 +60,36 @@ class Stragglers:
         remedy: None if no setting would help.
     """
 
-    def __init__(self, gain: Callable[[JobTimes], float | None], remedy: Remedy | None = OF_TOKENS) -> None:
+    def __init__(self, gain: Callable[[JobTimes], float | None], remedy: Remedy | None = MOVE_TOKENS) -> None:
         self._gain, self._remedy = gain, remedy
-        # By rank: observations in a row that speak for a change, of a rank not named or of a named one.
+        # By rank: observations in a row that contradict its state: slow but not named, or named but not slow.
         self._num_contrary: dict[int, int] = {}
-        self.named: set[int] = set()
+        self.named_ranks: set[int] = set()
 
-    def observe(self, step: int, seen: JobTimes) -> list[str]:
-        """Take an observation of all ranks into account; return messages on ranks that are newly slow or no longer."""
-        compute_s = [rank.own_median_s for rank in seen.ranks]
+    def observe(self, step: int, job_times: JobTimes) -> list[str]:
+        """Score all ranks by their times in one observation; return messages about new and former stragglers."""
+        compute_s = [rank.own_median_s for rank in job_times.ranks]
         lines = []
         for rank, score in enumerate(scores(compute_s)):
-            is_behind = score < BEHIND
-            if is_behind == (rank in self.named):
+            is_behind = score < STRAGGLER_SCORE
+            if is_behind == (rank in self.named_ranks):
                 self._num_contrary.pop(rank, None)
                 continue
             self._num_contrary[rank] = self._num_contrary.get(rank, 0) + 1
-            if self._num_contrary[rank] < OBSERVATIONS_IN_A_ROW and score >= FAR_BEHIND:
+            if self._num_contrary[rank] < OBSERVATIONS_IN_A_ROW and score >= CLEAR_STRAGGLER_SCORE:
                 continue
             del self._num_contrary[rank]
             if is_behind:
-                self.named.add(rank)
-                lines.append(self._straggler_text(step, rank, score, seen))
+                self.named_ranks.add(rank)
+                lines.append(self._straggler_text(step, rank, score, job_times))
             else:
-                self.named.remove(rank)
+                self.named_ranks.remove(rank)
                 lines.append(f"step {step}: rank {rank} is no longer a straggler, its score is {score:.2f}")
         return lines
 
-    def _straggler_text(self, step: int, rank: int, score: float, seen: JobTimes) -> str:
-        times = seen.ranks[rank]
+    def _straggler_text(self, step: int, rank: int, score: float, job_times: JobTimes) -> str:
+        """Return the message that names a straggler and the remedy, with the predicted gain."""
+        times = job_times.ranks[rank]
         text = (
             f"step {step}: rank {rank} is a straggler: it computes for {time_text(times.own_median_s)} of a step "
             f"(median of the last {RECENT_STEPS}, {time_text(times.own_min_s)} to {time_text(times.own_max_s)}), "
@@ -96,11 +97,11 @@ class Stragglers:
         )
         if self._remedy is None:
             return f"{text}."
-        gain = self._gain(seen)
+        gain = self._gain(job_times)
         if gain is None or gain <= 0:
             return f"{text}. {self._remedy.subject} not predicted to save anything."
         return f"{text}. {self._remedy.subject} predicted to save {gain:.0%} of a step: {self._remedy.setting}."
 
     def restart(self) -> None:
-        """Forget the observations under another plan, or before a pause; named ranks stay named."""
+        """Discard the observations under another plan, or before a pause; named ranks stay named."""
         self._num_contrary.clear()

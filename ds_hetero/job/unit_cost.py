@@ -1,4 +1,4 @@
-"""Cost of a unit of work on one rank, with its standard error: seconds per FLOP of attention, per token of the rest."""
+"""Measure the cost of work on one rank, with its error: seconds per FLOP of attention, and per token of the rest."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from statistics import median
 
 from ds_hetero.runtime.step_clock import StepTimes
 
-LEAST_ERROR_OF_COSTS = 0.003  # relative, as few steps can agree by chance; chosen, never measured
-_KEPT_CHANGES = 64  # differences of successive steps; chosen, never measured
+MIN_COST_ERROR = 0.003  # relative; few steps may agree more closely by chance; chosen, never measured
+_MAX_CHANGES = 64  # differences of successive steps; chosen, never measured
 _STD_PER_MAD = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
-_ERROR_OF_MEDIAN = 1.2533  # of a normal distribution: standard error of the median over that of the mean, sqrt(pi / 2)
+# Of a normal distribution: standard error of the median over that of the mean, sqrt(pi / 2).
+_MEDIAN_ERROR_FACTOR = 1.2533
 
 
 class UnitCost:
     """Seconds per unit of one kind of work on one rank.
 
-    The spread is that of differences between successive steps. So a change of speed, however large, is one difference
-    among many, and is not taken for noise.
+    The noise of a step is estimated by the median difference between successive steps. So a single change of speed,
+    however large, is one difference among many, and does not count as noise.
     """
 
     def __init__(self) -> None:
         self._costs: list[float] = []
         self._last: float | None = None
-        self._changes: deque[float] = deque(maxlen=_KEPT_CHANGES)
+        self._changes: deque[float] = deque(maxlen=_MAX_CHANGES)
 
     def add(self, seconds: float, units: float) -> None:
-        """Add one step; ignore a step without work, or too short to be measured."""
+        """Add one step that took ``seconds`` for ``units`` of work; a step without work or time is ignored."""
         if seconds <= 0 or units <= 0:
             return
         cost = seconds / units
@@ -39,17 +40,17 @@ class UnitCost:
     def take(self) -> tuple[float | None, float]:
         """Return the median cost of the steps since the last call, and its relative standard error.
 
-        Without steps since then: None and 0.
+        (None, 0) if there were no steps since then.
         """
         costs, self._costs = self._costs, []
         if not costs:
             return None, 0.0
         # A difference of two steps has the noise of both, sqrt(2) times that of one.
         spread = _STD_PER_MAD / sqrt(2) * median(self._changes) if self._changes else 0.0
-        return median(costs), max(_ERROR_OF_MEDIAN * spread / sqrt(len(costs)), LEAST_ERROR_OF_COSTS)
+        return median(costs), max(_MEDIAN_ERROR_FACTOR * spread / sqrt(len(costs)), MIN_COST_ERROR)
 
     def restart(self) -> None:
-        """Forget the steps since the last `take`; the differences stay, as the noise is the same."""
+        """Discard the steps since the last `take`; the differences stay, because the noise is the same."""
         self._costs, self._last = [], None
 
 
@@ -65,6 +66,6 @@ class RankUnitCosts:
         self.model.add(step.model_s, step.tokens)
 
     def restart(self) -> None:
-        """See `UnitCost.restart`."""
+        """Discard the steps since the last observation, of both costs; see `UnitCost.restart`."""
         self.attention.restart()
         self.model.restart()

@@ -1,4 +1,4 @@
-"""Writer of weight files for transformers: safetensors, and an index with the file of every tensor.
+"""Write weight files for transformers: safetensors, and an index with the file of every tensor.
 
 Errors of the file system and of safetensors are raised as a `CheckpointError` that names the file.
 """
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoints import why_not_written
+from ds_hetero.job.checkpoints import write_failure_reason
 
 
 def file_name(number: int, count: int) -> str:
@@ -25,13 +25,13 @@ def file_name(number: int, count: int) -> str:
 
 def make_folder(folder: Path) -> None:
     """Make a folder if it is missing. Raises `CheckpointError`: it cannot be made."""
-    with _naming(folder):
+    with _write_errors_naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one file. Raises `CheckpointError`: it cannot be written."""
-    with _naming(path):
+    with _write_errors_naming(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
@@ -43,14 +43,14 @@ def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> Non
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file. Raises `CheckpointError`: it cannot be written."""
-    with _naming(path):
+    with _write_errors_naming(path):
         path.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _write_errors_naming(path: Path) -> Iterator[None]:
     """Raise errors of writing as a `CheckpointError` that names the file."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be written: {why_not_written(path, error)}.") from error
+        raise CheckpointError(f"{path} cannot be written: {write_failure_reason(path, error)}.") from error

@@ -1,7 +1,7 @@
-"""The planner: which schedule is best for this cluster, model and workload, and why. It imports no torch.
+"""The planner: finds the best schedule for a cluster, a model and a workload, and says why. It imports no torch.
 
 `plan` searches; `strategy` makes a schedule by the name of a strategy; `ds_hetero.planner.exact` computes the true
-optimum of small cases.
+optimum of small problems.
 """
 
 from ds_hetero.planner.planning import plan

@@ -1,7 +1,8 @@
-"""The planner's front door: a cluster, a model and a workload in, a schedule and the reasons for it out.
+"""Plan the schedule of one replica for a cluster, a model and a workload, with reasons.
 
-The search proposes, the baselines are always candidates, and the fastest one that fits wins; at equal time the simplest
-one. So under the cost model a planned schedule is never slower than the best of Ulysses, Ring and all USP meshes.
+Candidates are the results of the search and the baselines. The fastest one that fits is chosen; at equal time, a
+baseline, since it is simpler. So under the cost model a planned schedule is never slower than the best of Ulysses, Ring
+and all USP meshes.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.results.candidates import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.results.does_not_fit import does_not_fit
 from ds_hetero.planner.results.schedule import PlannedSchedule, Rejected, compared
-from ds_hetero.planner.results.sentences import AS_FAST, describe, idle_ranks
+from ds_hetero.planner.results.sentences import MAX_EQUAL_RATIO, describe, idle_ranks
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.values.baselines import COMPARED
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import LAYOUTS
 
-MAX_REJECTED = 4  # alternatives of the search that are explained; chosen, so that they fit on a screen
+MAX_REJECTED = 4  # rejected results of the search that are listed; chosen so that they fit on a screen
 
 
 def plan(
@@ -43,16 +44,16 @@ def plan(
     """Search the best schedule for one replica on a cluster.
 
     Args:
-        cluster: every device works for this replica.
-        workload: the batch and how DeepSpeed trains it; a number stands for a `Workload` of that many tokens.
+        cluster: devices of the replica; the schedule may leave some idle.
+        workload: batch, length and DeepSpeed's settings; a number is the tokens of a sequence in a default `Workload`.
         cost_model: ``"calibrated"`` or ``"published"``.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
-        token_unit: tokens are handed out in multiples of this.
-        planner: a published planner of schedules that takes the place of the search; the baselines are only compared
-            with then.
+        token_unit: every rank gets a multiple of so many tokens.
+        planner: name of a published planner of schedules that replaces the search; the baselines are then only compared
+            with it, and are never chosen.
 
     Returns:
-        The schedule with its prediction and its reasons, and as ``plan`` the `Plan` that a job runs.
+        The schedule with its prediction and the rejected candidates; its ``plan`` is the `Plan` that a job runs.
 
     Raises:
         MemoryPlanError: nothing fits into memory; the message says by how many GiB on which rank, and what would fit.
@@ -69,7 +70,7 @@ def plan(
         searched = searched_candidates(cost, layout, token_unit)
         best = fastest(searched, baselines.candidates)
     else:
-        searched = [_of_published(planner, cost, layout)]
+        searched = [_published_candidate(planner, cost, layout)]
         best = fastest(searched, ())
     if best is None:
         raise MemoryPlanError(does_not_fit(cost, (*searched, *baselines.candidates)))
@@ -91,7 +92,11 @@ def plan(
 
 
 def check_workload(cluster: Cluster, workload: Workload) -> None:
-    """Refuse numbers that make no sense before anything is computed. Raises `PlanError`: the field and its value."""
+    """Check a workload against a cluster before anything is computed.
+
+    Raises:
+        PlanError: there are fewer tokens than ranks, or another number of ZeRO weights than ranks.
+    """
     weights = workload.zero_weights
     if weights is not None and len(weights) != cluster.num_ranks:
         raise PlanError(
@@ -105,6 +110,7 @@ def check_workload(cluster: Cluster, workload: Workload) -> None:
 
 
 def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, token_unit: int) -> None:
+    """Check the arguments of `plan`. Raises `PlanError`, which names the argument and its value."""
     check_workload(cluster, workload)
     if layout is not None and layout not in LAYOUTS:
         raise PlanError(f"layout {shortened(layout)} is unknown; it is one of {', '.join(LAYOUTS)}.")
@@ -113,7 +119,7 @@ def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, t
 
 
 def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: int = 1) -> list[ScheduleCandidate]:
-    """The best schedules that the search finds, best first; none if nothing fits into memory.
+    """Return the best schedules that the search finds, best first; empty if nothing fits into memory.
 
     Args:
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
@@ -123,8 +129,8 @@ def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: 
     return [ScheduleCandidate.of(schedule_of(problem, assignment, rank_of), cost) for assignment in assignments]
 
 
-def _of_published(name: str, cost: CostModel, layout: str | None) -> ScheduleCandidate:
-    """The schedule of a published planner."""
+def _published_candidate(name: str, cost: CostModel, layout: str | None) -> ScheduleCandidate:
+    """Return the schedule of the published planner ``name``. Raises `PlanError`: it cannot plan cluster or model."""
     from ds_hetero.planner.published.registry import expect_describable, find_planner
 
     planner = find_planner(name, "schedule")
@@ -139,7 +145,11 @@ def _of_published(name: str, cost: CostModel, layout: str | None) -> ScheduleCan
 def _rejected(
     best: ScheduleCandidate, chosen: str, searched: Sequence[ScheduleCandidate], baselines: Baselines
 ) -> Iterator[Rejected]:
-    """The candidates that were not chosen, once each; ``chosen`` is the description of the best."""
+    """Yield the candidates that were not chosen, without repetition, with reasons.
+
+    Args:
+        chosen: description of the best schedule.
+    """
     for candidate in baselines.candidates:
         if candidate.schedule != best.schedule:
             yield compared(candidate.name, candidate.prediction, best.prediction)
@@ -147,9 +157,12 @@ def _rejected(
         yield Rejected(name=name, prediction=None, reason=reason)
     shown: set[tuple[str, str]] = set()
     for candidate in searched:
-        if candidate.name == chosen and candidate.prediction.iteration_s < AS_FAST * best.prediction.iteration_s:
+        if (
+            candidate.name == chosen
+            and candidate.prediction.iteration_s < MAX_EQUAL_RATIO * best.prediction.iteration_s
+        ):
             continue
-        other = compared(candidate.name, candidate.prediction, best.prediction)
-        if (other.name, other.reason) not in shown:
-            shown.add((other.name, other.reason))
-            yield other
+        rejected = compared(candidate.name, candidate.prediction, best.prediction)
+        if (rejected.name, rejected.reason) not in shown:
+            shown.add((rejected.name, rejected.reason))
+            yield rejected

@@ -1,4 +1,4 @@
-"""Every strategy by name: the planner's choice, the baselines, and published planners of schedules."""
+"""Make the schedule of a strategy by its name: the planner's search, a baseline, or a published planner."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import plan
-from ds_hetero.planner.results.candidates import Baselines
+from ds_hetero.planner.results.candidates import Baselines, ScheduleCandidate
 from ds_hetero.values.baselines import COMPARED, STRATEGIES, even, proportional
 from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
-    from ds_hetero.planner.published.interface import ProfileTable
+    from ds_hetero.planner.published.profile_table import ProfileTable
 
 
 def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> Schedule:
-    """A strategy's schedule, by its name. Raises `PlanError`: an unknown name, or nothing legal fits.
-
-    ``usp`` is the best legal mesh that fits.
+    """Return the schedule of the strategy ``name``; for ``usp``, that of the fastest mesh that fits into memory.
 
     Args:
         table: measured times for ``lut`` and ``formula``; left out, `hetero_ring.table_of`: measured on the
             ranks, or predicted.
+
+    Raises:
+        PlanError: the name is unknown, or the strategy has no schedule for this model and cluster.
     """
     heads = (cost.model.num_heads, cost.model.num_kv_heads)
     if name == "plan":
@@ -32,8 +33,11 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
         baselines = Baselines.under(cost)
         if not baselines.of_kind(name):
             raise PlanError(f"{name}: {baselines.missing[name]}.")
-        candidates = baselines.of_kind(name)
-        return min(candidates, key=lambda each: (not each.prediction.feasible, each.prediction.iteration_s)).schedule
+
+        def preference(candidate: ScheduleCandidate) -> tuple[bool, float]:
+            return not candidate.prediction.feasible, candidate.prediction.iteration_s
+
+        return min(baselines.of_kind(name), key=preference).schedule
     if name == "even":
         return even(cost.cluster.num_ranks, *heads)
     if name == "proportional":

@@ -1,4 +1,4 @@
-"""Advice: another ZeRO stage under which the same schedule is faster."""
+"""Advise another ZeRO stage if the same schedule is faster with it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class OtherStage:
-    """A ZeRO stage under which the same schedule is faster, and fits."""
+    """A ZeRO stage with which the same schedule is faster, and fits into memory."""
 
-    stage: int  # of ZeRO
-    within: bool  # with shards inside nodes, `Workload.zero_within`
-    iteration_s: float  # time of an optimizer step
+    stage: int  # ZeRO stage, 0 to 3
+    within: bool  # whether shards stay inside nodes, see `Workload.zero_within`
+    iteration_s: float  # predicted time of an optimizer step
 
     @property
     def name(self) -> str:
-        """Name of the stage, with the key of the section that it needs."""
+        """The stage for people, with the key that the section needs for it."""
         return f"{self.stage}" + (' with shards inside nodes ("zero_within": "node")' if self.within else "")
 
     def to_dict(self) -> JsonDict:
@@ -30,9 +30,9 @@ class OtherStage:
 
 
 def faster_zero_stage(cost: CostModel, schedule: Schedule, now_s: float) -> OtherStage | None:
-    """The ZeRO stage under which a schedule is fastest, if that is 5 % faster than ``now_s``; else None.
+    """Return the ZeRO stage with which a schedule is fastest, if it saves 5 % of ``now_s``; else None.
 
-    Stage 3 also with shards inside nodes, which gathers nothing between them.
+    Stage 3 is also tried with shards inside nodes, which gathers no parameters between nodes.
     """
     work = cost.workload
     is_offloaded = work.offload_optimizer or work.offload_parameters

@@ -1,1 +1,1 @@
-"""Measures live ranks and the links between them, and keeps what it measured."""
+"""Profiler of live ranks: measures their devices and links, and caches the profiles."""

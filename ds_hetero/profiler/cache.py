@@ -22,19 +22,20 @@ import torch
 
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.atomic_writing import write_whole
 from ds_hetero.common.private_files import expect_own_file, make_cache_folder
-from ds_hetero.common.reading import JsonDict, JsonObject, read_file, write_whole
+from ds_hetero.common.reading import JsonDict, JsonObject, read_file
 from ds_hetero.common.text import bytes_text
 from ds_hetero.errors import ClusterError, ConfigError
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, cluster_content, fingerprint
 from ds_hetero.profiler.device_probes import AttentionProbe, SdpaProbe
-from ds_hetero.profiler.live_ranks import describe_ranks, own_rank, process_group
+from ds_hetero.profiler.live_ranks import current_rank, describe_ranks, process_group
 from ds_hetero.profiler.machine import busy_reason
 from ds_hetero.profiler.measure import WINDOW_S, measure
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 
-RTOL_OF_PROFILES = 0.01  # numbers of a profile may differ by as much from those of its own timings; never measured
+RTOL_PROFILE = 0.01  # numbers of a profile may differ so much from a new fit of its timings; never measured
 MAX_PROFILE_BYTES = 2**28  # all-to-alls of 1,000 ranks take some 50 MB
 
 logger = logging.getLogger(__name__)
@@ -62,14 +63,20 @@ def measure_cached(
     show_progress: bool = True,
     folder: Path | None = None,
 ) -> tuple[JsonDict, bool]:
-    """Return the live ranks as the content of a cluster file, the same on all, and whether it was measured just now.
+    """Return the content of a cluster file that describes the live ranks, and whether it was measured just now.
+
+    The content is read from the cache if the same ranks have been measured before. All ranks get the same content.
 
     Rank 0 reads and writes the cache. It ignores a damaged file with a warning, and replaces it. If the cache has no
     folder, or cannot be read or written, rank 0 warns and the ranks are measured. Profiles of busy machines are not
     saved.
 
     Args:
-        folder: of the cache; left out, `cache_folder`.
+        dtype: data type of the probes; None for the device's default.
+        attention: kernel to time; None for torch's own.
+        window_s: seconds of a timing.
+        show_progress: whether rank 0 shows a progress bar.
+        folder: folder of the cache; None for `cache_folder`.
 
     Caller: every rank.
     """
@@ -78,7 +85,7 @@ def measure_cached(
     attention = SdpaProbe() if attention is None else attention
     with process_group(device):
         ranks = describe_ranks(device, dtype, attention)
-        path = _profile_file(folder or cache_folder(), ranks) if own_rank() == 0 else None
+        path = _profile_file(folder or cache_folder(), ranks) if current_rank() == 0 else None
         cached = on_all_ranks(lambda: None if path is None else read_profile(path, ranks))[0]
         if cached is not None:
             return cached, False
@@ -89,7 +96,12 @@ def measure_cached(
 
 
 def describe_age(content: JsonObject, is_new: bool) -> str:
-    """Say when a result of `measure_cached` was measured, if to trust it, and how to measure anew; on rank 0."""
+    """Return a text that says when a profile was measured, where it is kept, and how to measure anew; on rank 0.
+
+    Args:
+        content: first result of `measure_cached`.
+        is_new: second result of `measure_cached`.
+    """
     profile = content["profile"]
     if not is_new:
         measured_at = datetime.fromisoformat(profile["measured_at"])
@@ -110,7 +122,7 @@ def describe_age(content: JsonObject, is_new: bool) -> str:
 
 
 def _is_saved(path: Path, measured_at: str) -> bool:
-    """Whether the file at ``path`` is the profile with this time of measurement."""
+    """Return whether the file at ``path`` is the profile that was measured at ``measured_at``."""
     try:
         return measured_at in path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -118,7 +130,7 @@ def _is_saved(path: Path, measured_at: str) -> bool:
 
 
 def _ago(age: timedelta) -> str:
-    """``3 days ago``, in the largest unit of which the age has one."""
+    """Return an age as text, such as ``3 days ago``, in the largest unit of which it has at least one."""
     for unit_s, unit in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
         count = int(age.total_seconds() // unit_s)
         if count > 0:
@@ -126,7 +138,7 @@ def _ago(age: timedelta) -> str:
     return "less than a minute ago"
 
 
-def forget(folder: Path) -> int:
+def delete_profiles(folder: Path) -> int:
     """Delete the profiles in ``folder``; return their number. Raises `ClusterError`: one cannot be deleted."""
     paths = sorted(folder.glob("*.json"))
     try:
@@ -138,7 +150,7 @@ def forget(folder: Path) -> int:
 
 
 def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | None:
-    """Path of the profile of ``ranks``; None, with a warning, if there is no cache folder."""
+    """Return the path of the ranks' profile; None, with a warning, if there is no cache folder."""
     if folder is None:
         logger.warning("there is no home directory to keep profiles in; set XDG_CACHE_HOME to an absolute path")
         return None
@@ -157,7 +169,7 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
         content: JsonDict = read_file(path, "profile", ClusterError, max_bytes=MAX_PROFILE_BYTES)
         profile = content["profile"]
         if (profile["version"], profile["fingerprint"]) != (VERSION, fingerprint(ranks)):
-            raise ValueError("it is of other ranks")
+            raise ValueError("it describes other ranks, or is of another release")
         if datetime.fromisoformat(profile["measured_at"]).tzinfo is None:
             raise ValueError("its date has no time zone")
         busy_reason(profile)
@@ -183,20 +195,20 @@ def _expect_numbers_of(ranks: Sequence[RankFacts], cluster: Cluster, samples: An
         samples: timings by rank; empty in a profile without timings.
     """
     for rank, (device, facts) in enumerate(zip(cluster.devices, ranks, strict=True)):
-        if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=RTOL_OF_PROFILES):
+        if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=RTOL_PROFILE):
             raise ValueError(
                 f"it gives rank {rank} a memory of {bytes_text(device.memory_bytes)} GiB, and the rank has "
                 f"{bytes_text(facts.memory_bytes)} GiB"
             )
     if not samples:
         return
-    fitted = cluster_from_dict(cluster_content(ranks, samples))
+    fitted_cluster = cluster_from_dict(cluster_content(ranks, samples))
     for name in ("peak_flops_per_s", "memory_bytes_per_s", "node_bytes_per_s"):
-        if not np.allclose(getattr(cluster, name), getattr(fitted, name), rtol=RTOL_OF_PROFILES):
+        if not np.allclose(getattr(cluster, name), getattr(fitted_cluster, name), rtol=RTOL_PROFILE):
             raise ValueError(f"its {name} is not what its own timings give")
-    written = np.array([astuple(device.efficiency) for device in cluster.devices])
-    expected = np.array([astuple(device.efficiency) for device in fitted.devices])
-    if not np.allclose(written, expected, rtol=RTOL_OF_PROFILES):
+    saved_efficiencies = np.array([astuple(device.efficiency) for device in cluster.devices])
+    fitted_efficiencies = np.array([astuple(device.efficiency) for device in fitted_cluster.devices])
+    if not np.allclose(saved_efficiencies, fitted_efficiencies, rtol=RTOL_PROFILE):
         raise ValueError("its efficiencies are not what its own timings give")
 
 

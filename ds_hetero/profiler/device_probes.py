@@ -50,7 +50,7 @@ class Timer:
 def layer_probes(timer: Timer, dtype: torch.dtype) -> Iterator[LayerSample]:
     """Time layers without attention, for a few widths and numbers of tokens.
 
-    Several shapes, as the fit looks for a peak, and for the tokens at which half of it is achieved.
+    The fit needs several shapes: it looks for the peak rate, and for the tokens at which half of it is achieved.
     """
     is_cpu = timer.device.type == "cpu"
     hidden_sizes = (256, 768) if is_cpu else (2048, 5120)
@@ -67,7 +67,7 @@ def layer_probes(timer: Timer, dtype: torch.dtype) -> Iterator[LayerSample]:
                 flops=2.0 * tokens * layer.num_weights,
                 elementwise_bytes=float(tokens * layer.elements * x.element_size()),
                 forward_s=forward_s,
-                # A difference of two timings: noise must not make it vanish.
+                # It is a difference of two timings, which noise could make 0 or negative.
                 backward_s=max(both_s - forward_s, 0.1 * both_s),
             )
 
@@ -84,6 +84,7 @@ class _Layer:
         self.mlp = hidden * 11 // 4  # width of the MLP, about Llama's 2.7
 
         def weight(rows: int, columns: int) -> Tensor:
+            """Draw a weight whose outputs are about as large as its inputs."""
             scaled: Tensor = torch.randn(rows, columns, device=device, dtype=dtype) / columns**0.5
             return scaled.requires_grad_()
 
@@ -108,12 +109,13 @@ class _Layer:
         return x + F.linear(activated, self.down)
 
     def _norm(self, x: Tensor, index: int) -> Tensor:
+        """Apply an RMS norm, computed in float32."""
         wide = x.float()
         normal: Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         return self.norms[index] * normal.to(x.dtype)
 
     def _rotary(self, x: Tensor) -> Tensor:
-        """[1, tokens, heads * D], rotated by one angle for all tokens: its time is that of the real embedding."""
+        """Rotate x, [1, tokens, heads * D], by one angle for all tokens, which takes as long as the real embedding."""
         heads = x.view(*x.shape[:-1], self.heads, self.head_dim).transpose(1, 2)
         first, second = heads.chunk(2, dim=-1)
         cosine, sine = 0.8, 0.6
@@ -132,7 +134,7 @@ class AttentionProbe(Protocol):
         """Compute attention of q [B, H, Q, D] to k, v [B, G, K, D]; return the state for `backward`."""
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, causal: bool) -> None:
-        """Compute the gradients of the same block."""
+        """Compute the gradients of q, k and v for the block that `forward` has computed."""
 
 
 class SdpaProbe:
@@ -154,7 +156,7 @@ class SdpaProbe:
 
 
 def head_dim_on(device: torch.device) -> int:
-    """Return the head size of the probes if no model sets it; that of most models on GPUs."""
+    """Return the head size that attention is timed with if no model sets it; on GPUs that of most models."""
     return 64 if device.type == "cpu" else 128
 
 
@@ -199,7 +201,10 @@ def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) ->
 
 
 def attention_table(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) -> list[tuple[int, float]]:
-    """Return forward seconds of causal attention by tokens, of one sequence: the table of the hetero-ring paper."""
+    """Time the forward of causal attention of one sequence; return pairs of tokens and seconds.
+
+    The hetero-ring planner looks times up in this table, as in its paper.
+    """
     is_cpu = timer.device.type == "cpu"
     heads = 4 if is_cpu else 8
     lengths = (256, 512, 1024) if is_cpu else (2048, 4096, 8192, 16384)

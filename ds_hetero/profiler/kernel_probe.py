@@ -1,4 +1,7 @@
-"""Profiling with the attention kernel of the training; the only module of the profiler that imports kernels."""
+"""Profile the live ranks with the attention kernel of the training.
+
+Other modules of the profiler import no kernels.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,10 @@ def profile_cached(
 
     Caller: every rank.
     """
-    content, fresh = measure_cached(attention=kernel_probe(dtype, kernel, head_dim, softcap), dtype=dtype)
+    content, is_new = measure_cached(attention=kernel_probe(dtype, kernel, head_dim, softcap), dtype=dtype)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # gives the probes' memory to the model
-    return content, fresh
+    return content, is_new
 
 
 def kernel_probe(
@@ -76,4 +79,5 @@ class KernelProbe:
 
 
 def _band(causal: bool) -> Band:
+    """Return the visible keys of a causal square, or of a block without a mask."""
     return Band(None, 0 if causal else None)

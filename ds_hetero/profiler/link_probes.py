@@ -17,32 +17,32 @@ SIZES = (2**12, 2**18, 2**22, 2**24)  # bytes, from those of latency to those of
 REPEATS = (30, 20, 8, 4)  # of each size; chosen, never measured
 
 
-def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool = False) -> list[TransferSample]:
+def pair_round(pairs: Pairs, rank: int, device: torch.device, *, pairs_share_nic: bool = False) -> list[TransferSample]:
     """Time exchanges of ``rank`` with its partner, at several sizes; return nothing for a rank without a partner.
 
     Args:
         pairs: pairs of ranks that exchange at the same time.
-        at_once: whether the pairs share a NIC. Then a time is the mean over the round, in which all pairs send
-            equally much; otherwise it is the lower quartile.
+        pairs_share_nic: whether the pairs of the round share a NIC. Then a time is the mean over the round, in which
+            all pairs send equally much; otherwise it is the lower quartile.
 
     Caller: every rank.
     Collectives: a barrier for each size, and one after the last.
     """
-    statistic = mean if at_once else _lower_quartile
-    partner_of = dict(pairs)
-    partner_of.update((second, first) for first, second in pairs)
-    peer = partner_of.get(rank)
+    statistic = mean if pairs_share_nic else _lower_quartile
+    peer_by_rank = dict(pairs)
+    peer_by_rank.update((second, first) for first, second in pairs)
+    peer = peer_by_rank.get(rank)
     samples = []
     for num_bytes, repeats in zip(SIZES, REPEATS, strict=True):
         dist.barrier()
         if peer is None:
             continue
-        out = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-        into = torch.empty_like(out)
+        sent = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
 
-        def exchange(out: torch.Tensor = out, into: torch.Tensor = into, peer: int = peer) -> None:
+        def exchange(sent: torch.Tensor = sent, received: torch.Tensor = received, peer: int = peer) -> None:
             # Receives first: gloo would queue its message that a receive is ready behind a large send.
-            operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
+            operations = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, sent, peer)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
@@ -54,26 +54,32 @@ def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool =
 def all_to_all_round(
     members: Sequence[int], group: Any, rank: int, device: torch.device
 ) -> Iterator[tuple[list[int], TransferSample]]:
-    """Time ragged all-to-alls among ``members``: the i-th sends (i % 3 + 1) units to every member.
+    """Time all-to-alls of unequal size among ``members``; yield a sample of this rank for every size of `SIZES`.
 
-    Yields the bytes that each member sends to any one member, and this rank's time. Other ranks yield nothing.
+    Member i sends (i % 3 + 1) * u bytes to each member: u, 2 u or 3 u, for a u that grows with the size.
+
+    Yields:
+        The bytes that each member sends to any one member; and this rank's time. Other ranks yield nothing.
     """
     for num_bytes, repeats in zip(SIZES, REPEATS, strict=True):
         dist.barrier()
         if rank not in members or len(members) < 2:
             continue
         unit = max(num_bytes // len(members), 64)
-        sent = [unit * (i % 3 + 1) for i in range(len(members))]
-        own_bytes = sent[list(members).index(rank)]
-        out = torch.ones(own_bytes * len(members), dtype=torch.uint8, device=device)
-        into = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+        member_bytes = [unit * (i % 3 + 1) for i in range(len(members))]  # that a member sends to any one member
+        rank_bytes = member_bytes[list(members).index(rank)]
+        sent = torch.ones(rank_bytes * len(members), dtype=torch.uint8, device=device)
+        received = torch.empty(sum(member_bytes), dtype=torch.uint8, device=device)
 
         def exchange(
-            out: torch.Tensor = out, into: torch.Tensor = into, sent: list[int] = sent, own_bytes: int = own_bytes
+            sent: torch.Tensor = sent,
+            received: torch.Tensor = received,
+            member_bytes: list[int] = member_bytes,
+            rank_bytes: int = rank_bytes,
         ) -> None:
-            dist.all_to_all_single(into, out, sent, [own_bytes] * len(sent), group=group)
+            dist.all_to_all_single(received, sent, member_bytes, [rank_bytes] * len(member_bytes), group=group)
 
-        yield sent, TransferSample(unit, _lower_quartile(_times_s(exchange, repeats, device)))
+        yield member_bytes, TransferSample(unit, _lower_quartile(_times_s(exchange, repeats, device)))
     dist.barrier()
 
 
@@ -83,7 +89,10 @@ def _lower_quartile(seconds: Sequence[float]) -> float:
 
 
 def _times_s(exchange: Callable[[], None], repeats: int, device: torch.device) -> list[float]:
-    """Return the seconds of ``repeats`` calls, after one to warm up; both ends of a transfer call equally often."""
+    """Return the seconds of each of ``repeats`` calls, after one call to warm up.
+
+    Both ends of a transfer must call this with the same ``repeats``.
+    """
     times_s = []
     for _ in range(repeats + 1):
         begin_s = time.perf_counter()

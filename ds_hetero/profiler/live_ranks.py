@@ -1,4 +1,4 @@
-"""Description of the live ranks, exchanged before they are timed, and the process group for it."""
+"""Describe the live ranks to each other before they are timed; make a process group for it if there is none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import torch.distributed as dist
 
 from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.profiler.cluster_file import RankFacts
-from ds_hetero.profiler.device_probes import (
-    AttentionProbe,
-)
+from ds_hetero.profiler.device_probes import AttentionProbe
 from ds_hetero.runtime.collectives import on_all_ranks
 
 
@@ -28,8 +26,8 @@ def process_group(device: torch.device) -> Iterator[None]:
         return
     if device.type != "cpu":
         torch.cuda.set_device(device)
-    # device_id lets all ranks make NCCL's communicator here. Without it the first call would, and some rounds of pairs
-    # are called by a part of the ranks.
+    # With device_id all ranks make NCCL's communicator here. Otherwise the first call would make it, and only some of
+    # the ranks take part in a round of pairs.
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl", device_id=None if device.type == "cpu" else device
     )
@@ -39,13 +37,13 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def own_rank() -> int:
+def current_rank() -> int:
     """Return this rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def describe_ranks(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> list[RankFacts]:
-    """Describe all ranks; CPU ranks of a host get equal parts of its memory.
+    """Return the descriptions of all ranks. The memory of a CPU rank is an equal share of its host's memory.
 
     Caller: every rank.
     Collectives: one `on_all_ranks`.
@@ -53,15 +51,17 @@ def describe_ranks(device: torch.device, dtype: torch.dtype, attention: Attentio
     ranks = on_all_ranks(lambda: _describe(device, dtype, attention))
     cpu_ranks_on_host = Counter(rank.host for rank in ranks if rank.device == "CPU")
 
-    def with_its_memory(rank: RankFacts) -> RankFacts:
+    def with_memory_share(rank: RankFacts) -> RankFacts:
+        """Divide a host's memory by the number of its CPU ranks."""
         if rank.device != "CPU":
             return rank
         return replace(rank, memory_bytes=rank.memory_bytes // cpu_ranks_on_host[rank.host])
 
-    return list(map(with_its_memory, ranks))
+    return list(map(with_memory_share, ranks))
 
 
 def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> RankFacts:
+    """Return this rank's host, device, memory and software, for `describe_ranks`."""
     if device.type == "cpu":
         name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
@@ -82,9 +82,9 @@ def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProb
 
 
 def _network_namespace() -> str:
-    """Id of this process's network namespace.
+    """Return the id of this process's network namespace; empty outside Linux.
 
-    Containers of one host have different ones, and talk over the network like different hosts.
+    Containers of one host have different namespaces, and talk over the network like different hosts.
     """
     try:
         return os.readlink("/proc/self/ns/net")

@@ -1,7 +1,7 @@
-"""Detection of busy machines: a profile that was measured beside other work does not describe the devices.
+"""Detect busy machines: a profile that was measured beside other work does not describe the devices.
 
-Every profile has two signs of it: the share of a host's cores that other processes used during the measurement, and the
-spread of the times of one matmul, which is repeated after every part of the measurement.
+Every profile has two signs of other work: the share of a host's cores that other processes used during the measurement,
+and the spread of the times of one matmul, which is repeated after every part of the measurement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CpuUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quietness:
-    """Signs of how quiet the machines were."""
+    """Signs of whether other programs ran on the machines during the measurement."""
 
     others_share: float | None  # share of a host's cores that other processes used, on the busiest host; None: unknown
     spread: float  # relative excess of the slowest over the fastest of equal timings, on the worst rank
@@ -49,7 +49,7 @@ class CpuWatch:
         self._process_before_s = time.process_time()
 
     def read(self) -> CpuUse:
-        """Return the use until now."""
+        """Return the use of the cores from the construction until now."""
         elapsed_s = time.perf_counter() - self._begin_s
         busy_s = _busy_s()
         busy_cores = None
@@ -60,7 +60,7 @@ class CpuWatch:
 
 
 def _busy_s() -> float | None:
-    """Seconds of work of all cores of this host since its start; None outside Linux."""
+    """Return the seconds of work of all cores of this host since it was started; None outside Linux."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
@@ -70,7 +70,7 @@ def _busy_s() -> float | None:
 
 
 def quietness_of(uses: Sequence[CpuUse], repeats: Sequence[Sequence[float]]) -> Quietness:
-    """Combine the signs of all ranks.
+    """Return the worst signs of other work over all ranks.
 
     Args:
         uses: use of the cores, by rank.
@@ -81,7 +81,7 @@ def quietness_of(uses: Sequence[CpuUse], repeats: Sequence[Sequence[float]]) -> 
         on_host = [use for use in uses if use.host == host]
         busy_cores = [use.busy_cores for use in on_host if use.busy_cores is not None]
         if busy_cores:
-            # All ranks of a host count the same cores; all that no rank used, others did.
+            # All ranks of a host measure the same busy cores; the time that no rank used was used by other processes.
             other_cores = max(busy_cores) - sum(use.own_cores for use in on_host)
             shares.append(max(other_cores, 0.0) / on_host[0].num_cores)
     spreads = [max(timings) / min(timings) - 1 for timings in repeats if timings]
@@ -89,8 +89,8 @@ def quietness_of(uses: Sequence[CpuUse], repeats: Sequence[Sequence[float]]) -> 
 
 
 def busy_reason(profile: JsonObject) -> str | None:
-    """Say why a profile counts as one of busy machines; None if they were quiet, or it has no signs."""
-    signs = {**asdict(Quietness(None, 0.0)), **profile.get("machine", {})}
+    """Return why a profile was measured on busy machines; None if it was not, or if that is unknown."""
+    signs = {**asdict(Quietness(None, 0.0)), **profile.get("machine", {})}  # profiles of earlier releases have none
     reasons = []
     if (signs["others_share"] or 0.0) > MAX_OTHERS:
         reasons.append(f"other processes kept {signs['others_share']:.0%} of the cores busy, above {MAX_OTHERS:.0%}")

@@ -1,4 +1,4 @@
-"""Measurement of the live ranks, described as a cluster file.
+"""Measure the live ranks, and describe them as a cluster file.
 
     content = measure()                   on every rank, under any launcher; the same content everywhere
 
@@ -36,7 +36,7 @@ from ds_hetero.profiler.device_probes import (
     memory_probe,
 )
 from ds_hetero.profiler.link_probes import all_to_all_round, pair_round
-from ds_hetero.profiler.live_ranks import describe_ranks, own_rank, process_group
+from ds_hetero.profiler.live_ranks import current_rank, describe_ranks, process_group
 from ds_hetero.profiler.machine import CpuWatch, quietness_of
 from ds_hetero.profiler.message_overhead import message_overhead_s
 from ds_hetero.profiler.pair_rounds import rounds_between, rounds_inside
@@ -69,16 +69,16 @@ def measure(
     device = default_device()
     dtype = default_dtype(device) if dtype is None else dtype
     attention = SdpaProbe() if attention is None else attention
-    with process_group(device), _progress(show_progress and own_rank() == 0) as advance:
+    with process_group(device), _progress(show_progress and current_rank() == 0) as advance:
         ranks = describe_ranks(device, dtype, attention)
         measured_at = datetime.now(timezone.utc)
-        watch = CpuWatch(ranks[own_rank()].host)
+        watch = CpuWatch(ranks[current_rank()].host)
         samples = _time_devices(len(ranks), Timer(device, window_s), dtype, attention, advance)
         links = _time_links(ranks, device, advance) if len(ranks) > 1 else {}
         host_s = message_overhead_s(device) if len(ranks) > 1 else 0.0
-        observed = on_all_ranks(lambda: (links, host_s, watch.read()))
+        measurements = on_all_ranks(lambda: (links, host_s, watch.read()))
         uses = []
-        for rank_samples, (rank_links, rank_host_s, use) in zip(samples, observed, strict=True):
+        for rank_samples, (rank_links, rank_host_s, use) in zip(samples, measurements, strict=True):
             rank_samples["links"] = rank_links
             rank_samples["message_overhead_s"] = rank_host_s
             uses.append(use)
@@ -87,9 +87,9 @@ def measure(
         advance("fitting", 1.0)
 
         def fit() -> JsonDict:
-            if own_rank() > 0:
+            if current_rank() > 0:
                 return {}
-            with _naming("fitting"):
+            with _raise_naming_part("fitting"):
                 return cluster_content(ranks, samples, circumstances)
 
         return on_all_ranks(fit)[0]
@@ -103,37 +103,37 @@ def _time_devices(
     After every part the same matmul is timed, as ``repeats``: if its times differ, the machine is busy.
     """
 
-    def counted(name: str, samples: Iterable[Any]) -> list[Any]:
-        """Take the samples, and show the progress after each."""
-        taken = []
+    def with_progress(name: str, samples: Iterable[Any]) -> list[Any]:
+        """Return the samples as a list, and show the progress after each."""
+        sample_list = []
         for sample in samples:
-            taken.append(sample)
-            advance(name, 0.7 / 16)  # 6 layers and 10 attention blocks count as 0.7 of the whole
-        return taken
+            sample_list.append(sample)
+            advance(name, 0.7 / 16)  # 6 layers and 10 attention blocks count as 0.7 of the measurement
+        return sample_list
 
     parts: dict[str, Callable[[], Any]] = {
         "peak_flops_per_s": lambda: matmul_probe(timer, dtype),
         "memory_bytes_per_s": lambda: memory_probe(timer),
-        "layers": lambda: counted("layers", layer_probes(timer, dtype)),
-        "attention": lambda: counted("attention", attention_probes(timer, dtype, attention)),
+        "layers": lambda: with_progress("layers", layer_probes(timer, dtype)),
+        "attention": lambda: with_progress("attention", attention_probes(timer, dtype, attention)),
         "attention_table": lambda: attention_table(timer, dtype, attention),
     }
     samples: list[JsonDict] = [{"repeats": []} for _ in range(num_ranks)]
     for name, part in parts.items():
 
         def time_part(name: str = name, part: Callable[[], Any] = part) -> Any:
-            with _naming(name):
+            with _raise_naming_part(name):
                 return part(), matmul_probe(timer, dtype)
 
-        timed = on_all_ranks(time_part, names_rank_0=True)
-        for rank_samples, (sample, repeat) in zip(samples, timed, strict=True):
+        sample_and_repeat_by_rank = on_all_ranks(time_part, names_rank_0=True)
+        for rank_samples, (sample, repeat) in zip(samples, sample_and_repeat_by_rank, strict=True):
             rank_samples[name] = sample
             rank_samples["repeats"].append(repeat)
     return samples
 
 
 @contextmanager
-def _naming(part: str) -> Iterator[None]:
+def _raise_naming_part(part: str) -> Iterator[None]:
     """Raise an error of any kind as a `ClusterError` that names the part and the remedy."""
     try:
         yield
@@ -151,7 +151,7 @@ def _time_links(ranks: list[RankFacts], device: torch.device, advance: Advance) 
     samples: JsonDict = {}
     for name, pairs in (rounds_inside(node_ranks) | rounds_between(node_ranks)).items():
         advance(f"links {name}", 0.02)
-        samples[name] = pair_round(pairs, rank, device, at_once=name.endswith("at once"))
+        samples[name] = pair_round(pairs, rank, device, pairs_share_nic=name.endswith("at once"))
     groups = {}
     for node, members in ranks_by_node.items():
         groups[f"all-to-all inside {node}"] = (members, dist.new_group(members))
@@ -166,10 +166,10 @@ def _time_links(ranks: list[RankFacts], device: torch.device, advance: Advance) 
 
 
 @contextmanager
-def _progress(shown: bool) -> Iterator[Advance]:
-    """Show a progress bar on stderr, if ``shown``."""
-    if not shown:
-        yield lambda what, share: None
+def _progress(is_shown: bool) -> Iterator[Advance]:
+    """Show a progress bar on stderr, if ``is_shown``."""
+    if not is_shown:
+        yield lambda part, share: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -177,4 +177,4 @@ def _progress(shown: bool) -> Iterator[Advance]:
     columns = (TextColumn("measuring {task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr)) as progress:
         task = progress.add_task("devices", total=1.0)
-        yield lambda what, share: progress.update(task, description=what, advance=share)
+        yield lambda part, share: progress.update(task, description=part, advance=share)

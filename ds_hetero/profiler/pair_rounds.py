@@ -1,4 +1,4 @@
-"""Rounds of pairs of ranks that exchange while links are measured.
+"""Divide pairs of ranks into rounds, in which links are measured.
 
 A round is a set of disjoint pairs that exchange at the same moment, both ways, as neighbours in a ring do.
 """
@@ -7,30 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_ROUNDS = 8  # of pairs of nodes; links beyond these count as the median. Chosen, never measured
+MAX_ROUNDS = 8  # between nodes; links that are not measured count as the median. Chosen, never measured
 
 Pairs = tuple[tuple[int, int], ...]
 
 
 def rounds_inside(nodes: Sequence[Sequence[int]]) -> dict[str, Pairs]:
-    """Rounds inside nodes, by name: one pair of each node; then all pairs of the nodes that have several.
+    """Return the rounds inside nodes, by name: one pair of each node; then all pairs of nodes with several.
 
-    Of nodes (0, 1, 2, 3) and (4, 5) these are ((0, 1), (4, 5)) and ((0, 1), (2, 3)). Rounds without pairs are left out.
+    For nodes (0, 1, 2, 3) and (4, 5) these are ((0, 1), (4, 5)) and ((0, 1), (2, 3)). Rounds without pairs are left
+    out.
     """
-    one_of_each = tuple((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1)
-    crowded: list[tuple[int, int]] = []
+    first_pairs = tuple((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1)
+    all_pairs: list[tuple[int, int]] = []  # of nodes with several pairs
     for ranks in nodes:
         if len(ranks) > 3:
-            crowded += zip(ranks[0::2], ranks[1::2], strict=False)
-    rounds = {"inside": one_of_each, "inside, all at once": tuple(crowded)}
+            all_pairs += zip(ranks[0::2], ranks[1::2], strict=False)
+    rounds = {"inside": first_pairs, "inside, all at once": tuple(all_pairs)}
     return {name: pairs for name, pairs in rounds.items() if pairs}
 
 
 def rounds_between(nodes: Sequence[Sequence[int]]) -> dict[str, Pairs]:
-    """Rounds between nodes, by name: every two nodes meet once, by their first ranks, as far as `MOST_ROUNDS` go.
+    """Return the rounds between nodes, by name: the first ranks of any two nodes exchange once, in `MAX_ROUNDS`.
 
-    A further round holds all ranks of the first round's pairs of nodes, to see what they get of a shared port.
-    Source: the circle method of round-robin tournaments; the first place stays and all others move on by one.
+    In a further round all ranks of the first round's nodes exchange at once, to measure the bandwidth of shared NICs.
+    Source: the circle method of round-robin tournaments. Nodes stand in two rows, and opposite ones are paired; for the
+    next round the first node stays, and all others move on by one place.
+
+    Example: with 4 nodes the rounds pair 0-3 and 1-2, then 0-2 and 3-1, then 0-1 and 2-3.
     """
     order: list[int | None] = list(range(len(nodes)))
     if len(order) < 2:
@@ -39,15 +43,15 @@ def rounds_between(nodes: Sequence[Sequence[int]]) -> dict[str, Pairs]:
         order.append(None)  # the rank that is paired with it pauses in this round
     half = len(order) // 2
     rounds: dict[str, Pairs] = {}
-    for number in range(min(len(order) - 1, MOST_ROUNDS)):
+    for number in range(min(len(order) - 1, MAX_ROUNDS)):
         opposite = zip(order[:half], reversed(order[half:]), strict=True)
         node_pairs = [(a, b) for a, b in opposite if a is not None and b is not None]
         rounds[f"between {number}"] = tuple((nodes[a][0], nodes[b][0]) for a, b in node_pairs)
         if number == 0:
-            crowded: list[tuple[int, int]] = []
+            all_pairs: list[tuple[int, int]] = []
             for a, b in node_pairs:
-                crowded += zip(nodes[a], nodes[b], strict=False)
-            if len(crowded) > len(node_pairs):
-                rounds["between, all at once"] = tuple(crowded)
+                all_pairs += zip(nodes[a], nodes[b], strict=False)
+            if len(all_pairs) > len(node_pairs):
+                rounds["between, all at once"] = tuple(all_pairs)
         order = [order[0], order[-1], *order[1:-1]]
     return rounds

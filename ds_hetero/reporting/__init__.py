@@ -1,1 +1,1 @@
-"""Files for people: a plan with its scenario, the record of a run, the page and the trace of both."""
+"""Files that describe a plan and its runs: plan with scenario, run.json, HTML page, trace, launch files."""

@@ -1,6 +1,6 @@
-"""A plan with its scenario, from which reports, traces and predictions are made.
+"""Described plan: a plan with its scenario, which together can be predicted, reported and traced.
 
-A job reads the file as that of any plan and ignores the scenario; `ds-hetero report` and `ds-hetero trace` need it.
+Both are in one file. A job reads the plan and ignores the scenario; `ds-hetero report` and `ds-hetero trace` need both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedPlan:
-    """A plan with its scenario. Raises `PlanError`: the clusters do not have the plan's ranks."""
+    """A plan with the scenario that it was made for.
+
+    Raises:
+        PlanError: the clusters of the scenario do not have the plan's ranks.
+    """
 
     plan: Plan
     scenario: PlanScenario
@@ -42,18 +46,18 @@ class DescribedPlan:
         return len(self.plan.pipelines) if self.plan.is_replicas else 0
 
     def cluster_of(self, replica: int) -> Cluster:
-        """Return the cluster of one replica, whose ranks begin at 0."""
+        """Return the cluster of the replica with this index; its ranks begin at 0."""
         if len(self.scenario.clusters) > 1:
             return self.scenario.clusters[replica]
         ranks = self.plan.schedules[replica].ranks
         return self.scenario.clusters[0].part(ranks[0], ranks[-1] + 1)
 
     def schedule_of(self, replica: int) -> Schedule:
-        """Return the schedule of one replica, whose ranks begin at 0."""
+        """Return the schedule of the replica with this index; its ranks begin at 0."""
         return self.plan.schedules[replica].shifted(0)
 
     def cost_of(self, replica: int) -> CostModel:
-        """Return the cost model of one replica, with the replica's batches."""
+        """Return the cost model of the replica with this index, for the replica's batches."""
         workload, pipeline = self.scenario.workload, self.plan.pipelines[replica]
         if pipeline.micro_batches is not None and pipeline.micro_batch_size is not None:
             workload = replace(workload, micro_batch=pipeline.micro_batch_size, micro_batches=pipeline.micro_batches)
@@ -63,7 +67,7 @@ class DescribedPlan:
 
     @property
     def _cluster_of_all(self) -> Cluster | None:
-        """The cluster of all replicas; None if the scenario has one per replica."""
+        """The cluster that contains all replicas; None if the scenario has a cluster for each replica."""
         clusters = self.scenario.clusters
         return clusters[0] if len(clusters) == 1 else None
 
@@ -79,15 +83,18 @@ class DescribedPlan:
 
 
 def read_described_plan(path: str | Path) -> DescribedPlan | Plan:
-    """Read a plan file, or the output of ``ds-hetero plan --json``; a plan without a scenario is returned as a `Plan`.
+    """Read a plan file, or the output of ``ds-hetero plan --json``.
+
+    Returns:
+        The plan with its scenario; the `Plan` alone if the file has no scenario.
 
     Raises:
-        PlanError, ScheduleError: the file cannot be read, is of another version, or is wrong.
-        ClusterError, ModelError: its scenario is.
+        PlanError, ScheduleError: the file cannot be read, or its plan is wrong.
+        ClusterError, ModelError: the cluster or the model of its scenario is wrong.
     """
     data = read_file(path, "plan", PlanError)
     scenario = data.get(SCENARIO) if isinstance(data, Mapping) else None
-    for name in ("plan", "schedule"):  # the output of the command holds the plan under one of these
+    for name in ("plan", "schedule"):  # keys of the plan in the output of the command
         if isinstance(data, Mapping) and isinstance(data.get(name), Mapping):
             data = data[name]
             scenario = data.get(SCENARIO) if scenario is None else scenario

@@ -1,11 +1,12 @@
-"""One HTML file that needs nothing else: text and tables as HTML, charts as data for the library that is in the file.
+"""Write self-contained HTML pages: text, tables, and charts with the library that draws them.
 
     page = Page("title")
     page.section("Memory", html_table(("rank", "GiB"), rows), page.chart("bars", "Memory by rank", {...}))
     out.write_text(page.render())
 
-Everything is escaped here; what callers pass is text, or `Markup` made by this module. A page makes no request: its
-policy forbids it. What a chart shows is in a table too, for readers without a mouse, a screen or scripts.
+All text that callers pass is escaped, except for `Markup`, which only this module makes. A page loads nothing from the
+network: its content policy forbids requests. The numbers of a chart should also be in a table, for readers without a
+mouse, a screen or scripts.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ from ds_hetero.common.reading import JsonDict, JsonObject
 ECHARTS = "echarts-6.1.0.min.js"
 """The chart library: Apache ECharts 6.1.0, only the parts that the page uses; ``assets/echarts/README.md`` says how."""
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"  # nothing is loaded
-_LONGEST_NUMBER = 28  # characters of a cell that holds a number or a name
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"  # forbids all requests
+_MAX_NUMBER_WIDTH = 28  # characters of a cell up to which it counts as a number or a name, not as a sentence
 _ASSETS = Path(__file__).with_name("assets")
 
 
 class Markup(str):
-    """HTML that is ready; any other text is escaped."""
+    """HTML of this module, which is not escaped again."""
 
     __slots__ = ()
 
 
 def _text(value: Any) -> str:
+    """Return a value as text that is escaped for HTML; `Markup` is returned unchanged."""
     return value if isinstance(value, Markup) else html.escape(str(value))
 
 
 def paragraph(*lines: Any) -> Markup:
-    """Lines of text."""
+    """Return a paragraph with a line break after each line but the last."""
     return Markup(f"<p>{'<br>'.join(map(_text, lines))}</p>")
 
 
 def heading(text: str) -> Markup:
-    """The title of a part of a section."""
+    """Return the title of a part of a section."""
     return Markup(f"<h3>{html.escape(text)}</h3>")
 
 
 def html_table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> Markup:
-    """A table whose first column names the row."""
+    """Return a table whose first column has the names of the rows; columns with sentences are aligned to the left."""
     rows = list(rows)
     text_columns: set[int] = set()
     for row in rows:
@@ -57,7 +59,10 @@ def html_table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: 
         f'<th scope="col"{" class=text" if column in text_columns else ""}>{_text(heading)}</th>'
         for column, heading in enumerate(headings)
     )
-    body = "".join(f'<tr><th scope="row">{_text(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
+    body = ""
+    for row in rows:
+        cells = (_cell(value, column in text_columns) for column, value in enumerate(row[1:], 1))
+        body += f"<tr>{_row_name(row[0])}{''.join(cells)}</tr>"
     title = f"<caption>{_text(caption)}</caption>" if caption else ""
     return Markup(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption or "table")}"><table>{title}'
@@ -65,33 +70,43 @@ def html_table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: 
     )
 
 
-def _cell(value: Any) -> str:
-    """Sentences are set from the left and may wrap."""
-    return f"<td{' class=text' if _is_sentence(value) else ''}>{_text(value)}</td>"
+def _row_name(value: Any) -> str:
+    """Return the name of a row as its heading; a sentence may wrap."""
+    return f'<th scope="row"{" class=text" if _is_sentence(value) else ""}>{_text(value)}</th>'
+
+
+def _cell(value: Any, is_text: bool) -> str:
+    """Return a value as a cell of an HTML table; in a column of sentences it is aligned to the left and may wrap."""
+    return f"<td{' class=text' if is_text else ''}>{_text(value)}</td>"
 
 
 def _is_sentence(value: Any) -> bool:
-    return len(str(value)) > _LONGEST_NUMBER
+    """Whether a cell's text is so long that it must be a sentence."""
+    return len(str(value)) > _MAX_NUMBER_WIDTH
 
 
 def details(summary: str, *parts: Any) -> Markup:
-    """Parts that are folded away."""
+    """Put ``parts`` below a line ``summary``, hidden until the reader clicks that line."""
     return Markup(f"<details><summary>{_text(summary)}</summary>{''.join(map(_text, parts))}</details>")
 
 
 def preformatted(text: str) -> Markup:
-    """Text as it is, to copy."""
+    """Make preformatted text, such as code to copy."""
     return Markup(f"<pre>{html.escape(text)}</pre>")
 
 
 def definitions(values: JsonObject) -> Markup:
-    """Names with their values, the most important ones of the page."""
+    """Make the list of the page's most important values, each with its name."""
     items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in values.items())
     return Markup(f'<dl class="cards">{items}</dl>')
 
 
 class Page:
-    """A page that is being made. ``lead``: what it is about, in a sentence or two."""
+    """A page to which sections are added.
+
+    Args:
+        lead: one or two sentences on the subject of the page, below its title.
+    """
 
     def __init__(self, title: str, lead: str = "") -> None:
         self._title, self._lead = title, lead
@@ -106,11 +121,13 @@ class Page:
         self._sections.append((f"section-{number}", title, body))
 
     def chart(self, kind: str, label: str, data: JsonObject, height: int = 260) -> Markup:
-        """Add a chart and return its place.
+        """Add a chart, and return the element in which the page's script draws it.
 
         Args:
-            kind: one of the functions of ``page.js``: ``bars``, ``lines``, ``timeline`` or ``links``.
-            data: what that function takes.
+            kind: function of ``page.js`` that draws it: ``bars``, ``lines``, ``timeline`` or ``links``.
+            label: caption.
+            data: argument of that function.
+            height: pixels.
         """
         number = len(self._charts)
         self._charts.append({"kind": kind, "data": data})
@@ -120,7 +137,7 @@ class Page:
         )
 
     def sliders(self, grid: JsonObject) -> Markup:
-        """Sliders over a grid of `ds_hetero.reporting.grid`, and the place of what they show."""
+        """Make the sliders for a grid of `ds_hetero.reporting.grid`, and below them the prediction that they select."""
         self._grid = grid
         rows = (
             ("length", "Sequence length", len(grid["lengths"])),
@@ -135,7 +152,7 @@ class Page:
         return Markup(f'<div id="sliders">{inputs}</div><div id="slid" aria-live="polite"></div>')
 
     def render(self) -> str:
-        """Return the file's content."""
+        """Return the whole page as the content of an HTML file."""
         data = {"charts": self._charts, "grid": self._grid}
         contents = "".join(f'<li><a href="#{name}">{_text(title)}</a></li>' for name, title, _ in self._sections)
         sections = "".join(
@@ -162,17 +179,19 @@ class Page:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that no text in it can end: without the characters that begin a tag or a comment."""
+    """Return JSON for a script element, without characters that could end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 @cache
 def _asset(name: str) -> str:
+    """Return the text of a file in the folder ``assets``."""
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 def _script(name: str) -> str:
+    """Read a script of the folder ``assets``, which must not contain the end of a script element."""
     source = _asset(name)
     assert "</script" not in source.lower(), name
     return source

@@ -1,12 +1,12 @@
-"""Launch files of a plan: they start it on its hosts, which may have different numbers of devices.
+"""Launch files that start a plan on its hosts, which may have different numbers of devices.
 
-Ranks are numbered in the order of the nodes, so every launcher needs to know the order of the hosts.
+Ranks are numbered in the order of the nodes, so every launcher must know the order of the hosts:
 
-    torchrun      only its static rendezvous does: ``--node-rank`` gives the order; its other ones number hosts as they
-                  arrive
-    DeepSpeed     the order of its hostfile
-    accelerate    its own launcher gives every host the same number of ranks; here it starts DeepSpeed's launcher on
-                  every host, with a filter that names the devices
+    torchrun      ``--node-rank`` gives the order. This needs the static rendezvous; the others number hosts as they
+                  arrive.
+    DeepSpeed     The hostfile gives the order.
+    accelerate    The standard launcher gives every host equally many ranks. Therefore accelerate starts DeepSpeed's
+                  launcher on every host, with a filter that names the devices.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _HERE = 'here=$(cd "$(dirname "$0")" && pwd)'
 
 @dataclass(frozen=True, kw_only=True)
 class JobLaunch:
-    """Hosts, command and network of a job's launch."""
+    """Hosts, command and network with which a job is launched."""
 
     hosts: tuple[str, ...]  # names or addresses by which the hosts reach each other, in the order of the ranks
-    slots: tuple[int, ...]  # ranks of every host
-    command: str = COMMAND  # script and arguments, as a shell reads them; for a module, ``-m`` comes first
-    port: int = PORT  # of the first host, for the rendezvous
+    slots: tuple[int, ...]  # number of ranks of every host
+    command: str = COMMAND  # script and arguments in shell syntax; ``-m`` precedes a module
+    port: int = PORT  # port of the first host for the rendezvous
     interface: str | None = None  # network interface between the hosts; None lets NCCL and gloo choose
 
     @classmethod
     def of(cls, nodes: Sequence[Node], *, hosts: Sequence[str] = (), **options: Any) -> JobLaunch:
-        """Return the launch of a plan for ``nodes``; without ``hosts``, the nodes' names are those of the hosts."""
+        """Make the launch of a plan for ``nodes``; if ``hosts`` is empty, hosts have the names of the nodes."""
         names = tuple(hosts or (node.name.replace(" ", "-") for node in nodes))
         return cls(hosts=names, slots=tuple(len(node.devices) for node in nodes), **options)
 
     def check(self) -> None:
-        """Refuse values that launchers do not take. Raises `PlanError`: names the option, its value and the rule."""
+        """Refuse values that launchers do not accept. Raises `PlanError`, which says option, value and rule."""
         if len(self.hosts) != len(self.slots):
             raise PlanError(
                 f"--hosts names {len(self.hosts)} hosts, "
@@ -54,7 +54,10 @@ class JobLaunch:
             if not _HOST.fullmatch(host):
                 raise PlanError(f"host {shortened(host)}: give names or IPv4 addresses, as ssh takes them, by --hosts.")
         if len(set(self.hosts)) != len(self.hosts):
-            raise PlanError(f"hosts {', '.join(self.hosts)}: two have one name. Give every node its own by --hosts.")
+            raise PlanError(
+                f"hosts {', '.join(self.hosts)}: two hosts have the same name. Give every node a different one by "
+                "--hosts."
+            )
         if not 0 < self.port < 2**16:
             raise PlanError(f"--port {self.port} is not a port number; these are 1 to 65535.")
         if not self.command.strip() or "\n" in self.command:
@@ -66,7 +69,7 @@ class JobLaunch:
 
     @property
     def deepspeed_line(self) -> str:
-        """Command line of DeepSpeed's launcher, for a folder with the hostfile."""
+        """Command line of DeepSpeed's launcher, to run in the folder of the hostfile."""
         if len(self.hosts) == 1:
             return f"deepspeed --no_local_rank --num_gpus {self.slots[0]} --master_port {self.port} {self._program}"
         rendezvous = f"--master_addr {self.hosts[0]} --master_port {self.port}"
@@ -79,6 +82,7 @@ class JobLaunch:
 
     @property
     def _program(self) -> str:
+        """Script or ``--module`` with arguments, as torchrun and DeepSpeed take them."""
         command = self.command.strip()
         return f"--module {command[3:].strip()}" if command.startswith("-m ") else command
 
@@ -96,18 +100,18 @@ class JobLaunch:
 
 
 def launch_contents(launch: JobLaunch) -> dict[str, str]:
-    """Return the content of every file, by name. Raises `PlanError`: see `JobLaunch.check`.
+    """Return the content of every launch file, by name. Raises `PlanError`: see `JobLaunch.check`.
 
-    The files belong into one folder; the scripts run in the folder of the training.
+    The files must be in one folder; the scripts are run in the folder of the training script.
     """
     launch.check()
     files = {
-        "env.sh": _env(launch),
-        "torchrun.sh": _torchrun(launch),
-        "deepspeed.sh": _deepspeed(launch),
+        "env.sh": _env_script(launch),
+        "torchrun.sh": _torchrun_script(launch),
+        "deepspeed.sh": _deepspeed_script(launch),
         "accelerate.yaml": _accelerate_config(launch),
-        "accelerate.sh": _accelerate(launch),
-        "slurm.sh": _slurm(launch),
+        "accelerate.sh": _accelerate_script(launch),
+        "slurm.sh": _slurm_script(launch),
     }
     if len(launch.hosts) > 1:
         variables = "".join(f"{name}={value}\n" for name, value in _variables(launch).items())
@@ -116,10 +120,12 @@ def launch_contents(launch: JobLaunch) -> dict[str, str]:
 
 
 def _variables(launch: JobLaunch) -> dict[str, str]:
+    """Return the environment variables that all hosts need, by name."""
     return {} if launch.interface is None else dict.fromkeys(_VARIABLES, launch.interface)
 
 
-def _env(launch: JobLaunch) -> str:
+def _env_script(launch: JobLaunch) -> str:
+    """Return the script that sets the environment variables, which the other scripts source."""
     lines = [f"export {name}={value}" for name, value in _variables(launch).items()]
     if not lines:
         lines = ["# NCCL and gloo choose the interface; to name the one between the hosts, make these files anew with"]
@@ -128,21 +134,24 @@ def _env(launch: JobLaunch) -> str:
 
 
 def _lines(*lines: str) -> str:
+    """Join lines to the content of a file, which ends with a line break."""
     return "\n".join(lines) + "\n"
 
 
 def _script(*lines: str, node: bool = False) -> str:
-    """A shell script; with ``node``, its argument is the number of the host."""
+    """Make a shell script; with ``node`` it takes the number of the host as its argument."""
     argument = ["node=${1:?give the number of this host, from 0 in the order of the hostfile}"] if node else []
     return _lines("#!/usr/bin/env bash", "set -euo pipefail", _HERE, *argument, *lines)
 
 
-def _torchrun(launch: JobLaunch) -> str:
+def _torchrun_script(launch: JobLaunch) -> str:
+    """Return the script that starts torchrun on one host."""
     slots = f"slots=({' '.join(map(str, launch.slots))})  # ranks of every host"
     return _script(slots, '. "$here/env.sh"', "exec " + launch.torchrun_line('"$node"', '"${slots[$node]}"'), node=True)
 
 
-def _deepspeed(launch: JobLaunch) -> str:
+def _deepspeed_script(launch: JobLaunch) -> str:
+    """Return the script that starts all hosts from the first one by DeepSpeed's launcher."""
     line = launch.deepspeed_line.replace("--hostfile hostfile", '--hostfile "$here/hostfile"')
     return _script(
         '. "$here/env.sh"',
@@ -152,6 +161,7 @@ def _deepspeed(launch: JobLaunch) -> str:
 
 
 def _accelerate_config(launch: JobLaunch) -> str:
+    """Return accelerate's configuration file."""
     host_filters = []  # such as alice:0,1
     for host, count in zip(launch.hosts, launch.slots, strict=True):
         host_filters.append(f"{host}:{','.join(map(str, range(count)))}")
@@ -178,7 +188,8 @@ def _accelerate_config(launch: JobLaunch) -> str:
     )
 
 
-def _accelerate(launch: JobLaunch) -> str:
+def _accelerate_script(launch: JobLaunch) -> str:
+    """Return the script that starts accelerate on one host."""
     hostfile = ' --deepspeed_hostfile "$here/hostfile"' if len(launch.hosts) > 1 else ""
     return _script(
         '. "$here/env.sh"',
@@ -189,8 +200,11 @@ def _accelerate(launch: JobLaunch) -> str:
     )
 
 
-def _slurm(launch: JobLaunch) -> str:
-    """A heterogeneous Slurm job with a component per host, as a plain job has equally many GPUs on every node."""
+def _slurm_script(launch: JobLaunch) -> str:
+    """Return the script of a heterogeneous Slurm job with one component per host.
+
+    A plain Slurm job would have equally many GPUs on every node.
+    """
     components = []
     for node, (host, count) in enumerate(zip(launch.hosts, launch.slots, strict=True)):
         if node > 0:
@@ -200,7 +214,9 @@ def _slurm(launch: JobLaunch) -> str:
         starts = ['srun bash "$here/torchrun.sh" 0 &']
     else:
         starts = [f'srun --het-group={node} bash "$here/torchrun.sh" {node} &' for node in range(len(launch.hosts))]
-    # Slurm runs a copy of the script, so its folder is named by the one who submits it.
-    here = "here=${LAUNCH_FILES:?sbatch --export=ALL,LAUNCH_FILES=FOLDER slurm.sh, FOLDER with all paths from the root}"
+    # Slurm runs a copy of the script, which cannot find its folder; whoever submits it gives the folder.
+    here_line = (
+        "here=${LAUNCH_FILES:?sbatch --export=ALL,LAUNCH_FILES=FOLDER slurm.sh, FOLDER with all paths from the root}"
+    )
     waits = f"for _ in {' '.join(['host'] * len(launch.hosts))}; do wait -n; done  # ends with the first that fails"
-    return _lines("#!/usr/bin/env bash", *components, "set -euo pipefail", here, *starts, waits)
+    return _lines("#!/usr/bin/env bash", *components, "set -euo pipefail", here_line, *starts, waits)

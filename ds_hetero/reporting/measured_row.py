@@ -1,4 +1,7 @@
-"""A run, or a self-test, as rows of ``measurements.csv``, the table of public measurements that judges predictions."""
+"""Make rows of ``measurements.csv``, the table of public measurements, from a run or from a self-test's report.
+
+`python -m benchmarks.real_cards` reads this table, and compares predictions with it.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ COLUMNS = (
     *("optimizer", "peft", "offload", "attention", "loss", "tiled_mlp", "compile", "tokens_per_s_per_gpu", "step_s"),
     *("tflops", "mfu_percent", "memory_gib", "memory_of", "max_seq_len", "value", "unit", "quality", "notes"),
 )
-ATTENTION = {  # kernels by name, and what the table calls them
+ATTENTION = {  # names of attention kernels in this project, and in the table
     "flash_attn_2": "flash-attn 2",
     "flash_attn_3": "flash-attn 3",
     "flash_attn_4": "flash-attn 4",
     "triton": "Triton",
     "torch": "torch",
 }
-OPTIMIZERS = {  # of `OPTIMIZER_BYTES`, and what the table calls them
+OPTIMIZERS = {  # names of optimizers in `OPTIMIZER_BYTES`, and in the table
     "adamw": "AdamW",
     "adamw-8bit": "AdamW8bit",
     "adamw-bf16": "AdamW in bf16",
@@ -47,16 +50,16 @@ OPTIMIZERS = {  # of `OPTIMIZER_BYTES`, and what the table calls them
 def measured_row(
     run: RunFile, *, attention: str | None, optimizer: str | None = None, source: str
 ) -> dict[str, object]:
-    """Return the row of a run, by column; empty text is "not stated".
+    """Return the row of a run, by column; empty text means "not stated".
 
     Args:
-        run: of one kind of card, with one uniform schedule for all replicas.
-        attention: kernel that it ran, of `ATTENTION`; None if unknown.
-        optimizer: of `OPTIMIZERS`; None for the only one with as many bytes of state.
+        run: run on cards of one kind, with one uniform schedule for all replicas.
+        attention: attention kernel of the run, a key of `ATTENTION`; None if unknown.
+        optimizer: optimizer of the run, a key of `OPTIMIZERS`; None: the only one with as many bytes of state.
         source: who measured it.
 
     Raises:
-        PlanError: the table has no columns for such a run; the message says which and what would do.
+        PlanError: the table has no columns for such a run; the message says why, and which run would do.
     """
     scenario, schedule = _uniform(run)
     work, model = scenario.workload, scenario.model
@@ -92,33 +95,38 @@ def measured_row(
 
 
 def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
-    """The scenario of the run, and the schedule of its replicas. Raises `PlanError`: no row can say them."""
+    """Return the scenario of the run and the schedule of its replicas. Raises `PlanError`: no row can describe them."""
     if run.scenario is None:
         raise PlanError(
-            "this run.json does not say its cards and its model: the job's devices or model were not known to the cost "
-            'model. Name them with "cluster" in the section.'
+            "this run.json does not have the cards and the model of the job, since the cost model did not know them. "
+            'Name them with "cluster" in the section, and run the job again.'
         )
     devices = chain.from_iterable(cluster.devices for cluster in run.scenario.clusters)
     names = {device.name for device in devices}
     if len(names) > 1:
         raise PlanError(
-            f"a row is of one kind of card, the run had {', '.join(sorted(names))}. Measure each kind alone."
+            f"a row describes one kind of card, and the run had {', '.join(sorted(names))}. Measure each kind alone."
         )
     if not run.plan.is_replicas:
         raise PlanError(
-            "a row is of sequence-parallel replicas, the run had pipelines of stages. Measure without pipelines."
+            "a row describes sequence-parallel replicas, and the run had pipelines of stages. Measure without "
+            "pipelines."
         )
     if run.changes:
-        raise PlanError('the schedule changed during the run, and a row is of one schedule. Measure with "replan" off.')
+        raise PlanError(
+            'a row describes one schedule, and the schedule changed during the run. Measure with "replan" off.'
+        )
     first = run.plan.schedules[0].shifted(0)
-    batches = {(each.micro_batch_size, each.micro_batches) for each in run.plan.pipelines}
+    batches = {(pipeline.micro_batch_size, pipeline.micro_batches) for pipeline in run.plan.pipelines}
     if len(batches) > 1 or any(schedule.shifted(0) != first for schedule in run.plan.schedules):
-        raise PlanError("a row is of equal replicas, but the replicas of the run differ. Measure one of them alone.")
+        raise PlanError(
+            "a row describes equal replicas, and the replicas of the run differ. Measure one of them alone."
+        )
     return run.scenario, first
 
 
 def _degrees(schedule: Schedule) -> tuple[int, int]:
-    """Ranks of a group and groups of a uniform schedule. Raises `PlanError`: the schedule is not uniform."""
+    """Return the ranks per group and the number of groups. Raises `PlanError`: the schedule is not uniform."""
     ranks, groups = len(schedule.ranks), len(schedule.groups)
     try:
         uniform = _uniform_schedule(ranks, groups, schedule.num_heads, schedule.num_kv_heads)
@@ -126,13 +134,13 @@ def _degrees(schedule: Schedule) -> tuple[int, int]:
         uniform = None
     if uniform is None or _shares(uniform) != _shares(schedule):
         raise PlanError(
-            'a row is of a uniform schedule, but the run had another one. Run it with "ulysses", "ring" or "usp".'
+            'a row describes a uniform schedule, and the run had another one. Run it with "ulysses", "ring" or "usp".'
         )
     return ranks // groups, groups
 
 
 def _uniform_schedule(ranks: int, groups: int, num_heads: int, num_kv_heads: int) -> Schedule:
-    """The uniform schedule with so many groups. Raises `PlanError`: heads do not divide so."""
+    """Return the uniform schedule of ``groups`` equal groups. Raises `PlanError`: the heads do not divide by them."""
     if groups == 1:
         return ulysses(ranks, num_heads, num_kv_heads)
     if groups == ranks:
@@ -141,7 +149,10 @@ def _uniform_schedule(ranks: int, groups: int, num_heads: int, num_kv_heads: int
 
 
 def _shares(schedule: Schedule) -> list[tuple[object, ...]]:
-    """Ranks, share of the tokens and heads of every group."""
+    """Return ranks, tokens and heads of every group, so that equal schedules compare equal.
+
+    Tokens are relative to the mean over all ranks: weights (1, 1) and (2, 2) both give (1, 1).
+    """
     total = sum(sum(group.tokens) for group in schedule.groups)
     shares: list[tuple[object, ...]] = []
     for group in schedule.groups:
@@ -151,6 +162,7 @@ def _shares(schedule: Schedule) -> list[tuple[object, ...]]:
 
 
 def _cards(cluster: Cluster) -> dict[str, object]:
+    """Return the columns on devices and links."""
     name, sizes = cluster.devices[0].name, [len(node.devices) for node in cluster.nodes]
     return {
         "gpu": name,
@@ -163,6 +175,7 @@ def _cards(cluster: Cluster) -> dict[str, object]:
 
 
 def _trained(work: Workload) -> dict[str, object]:
+    """Return the columns on the settings of the training: ZeRO stage, precision, recomputation, offloads, loss."""
     offloads = {
         "activations": work.offload_activations,
         "optimizer": work.offload_optimizer,
@@ -182,12 +195,14 @@ def _trained(work: Workload) -> dict[str, object]:
 
 
 def _recomputation(work: Workload) -> str:
+    """Return the value of the column ``recompute``."""
     if work.activation_checkpointing:
         return "full"
     return "selective" if work.selective_checkpointing else "none"
 
 
 def _adapters(work: Workload) -> str:
+    """Return the value of the column ``peft``."""
     if not work.adapter_rank:
         return "full"
     if work.trains_embedding:
@@ -196,46 +211,60 @@ def _adapters(work: Workload) -> str:
 
 
 def _loss(work: Workload) -> str:
+    """Return the value of the column ``loss``."""
     if work.fused_kernels:
         return "fused"
     return "chunked" if work.tiled_logits else "whole"
 
 
 def _optimizer(work: Workload, name: str | None) -> str:
-    """Name of the optimizer in the table. Raises `PlanError`: bytes of state fit several, or it trained a part."""
-    master = 4 if work.element_bytes == 4 and work.zero_stage == 0 else 0  # weights in fp32 are their own master
-    fitting = [each for each, size in OPTIMIZER_BYTES.items() if size == work.optimizer_bytes + master]
-    if not fitting:
+    """Return the table's name of the optimizer: of ``name``, or of the only one with as many bytes of state.
+
+    Raises:
+        PlanError: several optimizers have as many bytes of state, or none has, so that only a part was trained.
+    """
+    master_bytes = (
+        4 if work.element_bytes == 4 and work.zero_stage == 0 else 0
+    )  # fp32 weights are their own master copy
+    candidates = [
+        optimizer for optimizer, size in OPTIMIZER_BYTES.items() if size == work.optimizer_bytes + master_bytes
+    ]
+    if not candidates:
         raise PlanError(
-            f"a row is of a training of all weights, or of adapters whose rank is known. The run had "
-            f"{work.optimizer_bytes:.3g} bytes of optimizer state a parameter, so that it trained a part of them."
+            "a row describes training of all weights, or of adapters whose rank is known. The run had "
+            f"{work.optimizer_bytes:.3g} bytes of optimizer state per parameter, so it trained only some weights. "
+            "Measure a job that trains all weights, or adapters of one rank."
         )
-    if name is None and len(fitting) > 1:
+    if name is None and len(candidates) > 1:
         raise PlanError(
-            f"the run had {work.optimizer_bytes:g} bytes of optimizer state a parameter, as {', '.join(fitting)} have. "
-            "Say with --optimizer which one it was."
+            f"the run had {work.optimizer_bytes:g} bytes of optimizer state per parameter, as {', '.join(candidates)} "
+            "have. Say with --optimizer which one it was."
         )
-    return OPTIMIZERS[name or fitting[0]]
+    return OPTIMIZERS[name or candidates[0]]
 
 
 def _notes(run: RunFile, work: Workload) -> str:
+    """Return the value of the column ``notes``."""
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     rank = f"; rank {work.adapter_rank}" if work.adapter_rank else ""
     return f"DeepSpeed; {run.steps} steps{rank}; {versions}"
 
 
 def read_report(path: Path) -> JsonObject | None:
-    """Read what ``ds-hetero selftest --json`` wrote; None if it is something else. Raises `PlanError`."""
+    """Read a report of ``ds-hetero selftest --json``; None if the file is not one. Raises `PlanError`: not readable."""
     data = read_file(path, "run", PlanError)
     is_report = isinstance(data, Mapping) and {"healthy", "ranks", "lines"} <= data.keys()
     return data if is_report else None
 
 
 def selftest_rows(report: JsonObject, *, source: str) -> list[dict[str, object]]:
-    """Rows of a self-test's report by kind of card: rates of products. Raises `PlanError`: it has none.
+    """Return rows with the matmul rates of a self-test's report, one for each kind of card.
 
     Args:
         source: who measured it.
+
+    Raises:
+        PlanError: the report is damaged, or has no matmul rates.
     """
     try:
         rates = _rates(report)
@@ -243,7 +272,7 @@ def selftest_rows(report: JsonObject, *, source: str) -> list[dict[str, object]]
         raise PlanError(f"the report of the self-test is damaged: {type(error).__name__}: {error}.") from None
     if not rates:
         raise PlanError(
-            "this self-test measured no products: it ended before them, or is of an earlier release. Run ds-hetero "
+            "this self-test measured no matmuls: it ended before them, or an earlier release wrote it. Run ds-hetero "
             "selftest --json FILE again."
         )
     return [
@@ -251,15 +280,15 @@ def selftest_rows(report: JsonObject, *, source: str) -> list[dict[str, object]]
             **dict.fromkeys(COLUMNS, ""),
             "source": source, "where": "ds-hetero selftest", "kind": "matmul", "quality": "table",
             "gpu": card, "gpus": 1, "nodes": 1, "gpus_per_node": 1, "precision": precision,
-            "value": round(median(of_card), 2), "unit": "TFLOPS",
-            "notes": f"median of {len(of_card)} of {len(report['ranks'])} ranks at once; torch {torch}",
+            "value": round(median(card_rates), 2), "unit": "TFLOPS",
+            "notes": f"median of {len(card_rates)} of {len(report['ranks'])} ranks at once; torch {torch}",
         }
-        for (card, precision, torch), of_card in rates.items()
+        for (card, precision, torch), card_rates in rates.items()
     ]  # fmt: skip
 
 
 def _rates(report: JsonObject) -> dict[tuple[str, str, str], list[float]]:
-    """TFLOPS of products, by card, precision and release of torch."""
+    """Return the matmul rates in TFLOPS by card, precision and release of torch."""
     rates = dict[tuple[str, str, str], list[float]]()
     for line in report["lines"]:
         if line["name"] != "products" or line.get("per_s") is None:
@@ -272,10 +301,11 @@ def _rates(report: JsonObject) -> dict[tuple[str, str, str], list[float]]:
 
 
 def _card_of(rank: JsonObject) -> str:
+    """Return the catalogue name of a rank's device. Raises `PlanError`: the catalogue lacks it."""
     name = catalogue_name(rank["device"], int(rank["memory_gib"] * GIB))
     if name is None:
         raise PlanError(
-            "a row is of a card of the catalogue, "
-            f"the self-test ran on {shortened(rank['device'])}. Run it on such a card."
+            "a row describes a card of the catalogue, "
+            f"and the self-test ran on {shortened(rank['device'])}. Run it on a card that ds-hetero cards lists."
         )
     return name

@@ -1,4 +1,4 @@
-"""A plan of pipelines on the page: its stages, the timeline of a step, memory, other plans, and lengths and links."""
+"""Sections of the page on a plan of pipelines: stages, memory, timeline of a step, baselines and a "What if?" table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ds_hetero.cluster import Cluster
+from ds_hetero.cluster.remarks import confidence
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
@@ -15,23 +16,25 @@ from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.flops import training_flops
 from ds_hetero.errors import HeteroError
+from ds_hetero.planner.jobs.job import FoundJobs
 from ds_hetero.planner.pipeline_search.block_times import stage_options
 from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
+from ds_hetero.planner.pipelines.baselines import best_grid, best_published, best_sequence
 from ds_hetero.planner.pipelines.explain import reasons_of
 from ds_hetero.planner.pipelines.given import judge_given
-from ds_hetero.planner.pipelines.rivals import best_grid, best_published, best_sequence
 from ds_hetero.planner.published.registry import PLANNERS
-from ds_hetero.planner.results.pipelines import Rival, busy_ranks
+from ds_hetero.planner.results.pipelines import BaselinePlan, busy_ranks
 from ds_hetero.planner.results.sentences import slower_text
+from ds_hetero.reporting.advice import add_jobs, advice_lines, idle_line
 from ds_hetero.reporting.assumptions import assumptions
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
 from ds_hetero.reporting.shared_sections import MAX_ROWS, links_table, measured_text, price_cards, scaled_links
 
-MAX_PIPELINES = 12  # that are drawn, unlike ones
-MAX_MICRO_BATCHES = 24  # drawn in a timeline
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+MAX_PIPELINES = 12  # different pipelines that are drawn
+MAX_MICRO_BATCHES = 24  # micro-batches that a timeline shows
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of "What if?": factors on the sequence length, and on the speed of links
 _MICRO_BATCH_SIZES = (1, 2, 4)
 _MEASURED = {
     "attention": "attention",
@@ -40,20 +43,39 @@ _MEASURED = {
     "waiting for other stages": "wait",
     "gradients, optimizer and the rest": "step",
 }
-"""Parts of a measured step, with their colours."""
-
-Judged = tuple[StageCosts, Finished]
+"""Parts of a measured step, each with the name of its colour in the charts."""
 
 
-def judged(described: DescribedPlan, cluster: Cluster | None = None, seq_len: int | None = None) -> Judged:
-    """Predict the plan, also on another cluster or with another length. Raises `PlanError`: it does not fit."""
+class PredictedPipelines(NamedTuple):
+    """The predicted times of a plan of pipelines, and the cost model that predicts them."""
+
+    costs: StageCosts  # cost model that predicts it
+    finished: Finished  # the plan with its predicted times
+
+
+def predict_pipelines(
+    described: DescribedPlan, cluster: Cluster | None = None, seq_len: int | None = None
+) -> PredictedPipelines:
+    """Predict the step of a plan of pipelines.
+
+    Args:
+        cluster: cluster to predict on; None: that of the plan's scenario.
+        seq_len: tokens of a sequence; None: those of the plan's scenario.
+
+    Raises:
+        PlanError: the plan does not fit the cluster or into memory.
+    """
     scenario = described.scenario
     work = replace(scenario.workload, seq_len=seq_len or scenario.workload.seq_len)
-    return judge_given(described.plan, scenario.cost_model, cluster or scenario.clusters[0], scenario.model, work)
+    cluster = cluster or scenario.clusters[0]
+    return PredictedPipelines(*judge_given(described.plan, scenario.cost_model, cluster, scenario.model, work))
 
 
 def pipeline_bars(finished: Finished, pipeline: int, micro_batches: int) -> list[list[tuple[str, float, float]]]:
-    """Return forwards and backwards of the first micro-batches of a pipeline, by stage, with waiting between them."""
+    """Return what each stage of a pipeline does during a step of ``micro_batches``: forward, backward or wait.
+
+    A bar is kind, start and stop in seconds; a stage's bars have no gaps.
+    """
     cut = finished.candidate.cuts[pipeline]
     run = run_pipeline(cut.forward_s, cut.backward_s, cut.hop_s, micro_batches, finished.in_flight[pipeline])
     rows = []
@@ -72,11 +94,20 @@ def pipeline_bars(finished: Finished, pipeline: int, micro_batches: int) -> list
     return rows
 
 
-def add_pipelines(page: Page, described: DescribedPlan, run: RunFile | None = None) -> None:
-    """Add a plan of pipelines to the page, and what a job that ran it measured."""
-    costs, finished = judged(described)
+def add_pipelines(
+    page: Page, described: DescribedPlan, run: RunFile | None = None, found: FoundJobs | None = None
+) -> None:
+    """Add the sections on a plan of pipelines to the page.
+
+    Args:
+        page: page to which they are added.
+        described: the plan.
+        run: measurements of a job that ran the plan.
+        found: the best job of every kind on the same devices; None if they were not searched.
+    """
+    costs, finished = predict_pipelines(described)
     plan, work, step_s = described.plan, described.scenario.workload, finished.step_s
-    samples = sum((p.micro_batch_size or 0) * (p.micro_batches or 0) for p in plan.pipelines)
+    samples = sum(pipeline.samples for pipeline in plan.pipelines)
     saved = replace(work, activation_checkpointing=bool(plan.activation_checkpointing))
     flops = training_flops(described.scenario.model, work.seq_len, causal=work.causal)
     busy = busy_ranks(described.plan, finished.candidate, step_s)
@@ -90,16 +121,41 @@ def add_pipelines(page: Page, described: DescribedPlan, run: RunFile | None = No
     if run is not None:
         cards["Measured step"] = measured_text(step_s, run)
     assumed = f"Assumed: {'; '.join(assumptions(described.scenario))}."
-    page.section("In short", definitions(cards), *reasons_of(costs, finished), assumed)
+    advice = [*advice_lines(found, step_s, described.scenario), *_idle_lines(described, costs.cluster)]
+    page.section(
+        "In short",
+        definitions(cards),
+        *advice,
+        *reasons_of(costs, finished),
+        _range_text(costs.cluster, step_s),
+        assumed,
+    )
     page.section("Ranks and links", _stages_table(described, costs, finished), links_table(costs.cluster))
     page.section("Memory", *_memory(page, costs, finished))
     measured = [] if run is None else _measured_step(page, described, run)
     page.section("A step", *_timelines(page, finished), *measured)
-    page.section("Other plans, and why they lose", _rivals(described, costs, step_s, samples))
+    page.section("Other plans, and why they lose", _baselines(described, costs, step_s, samples))
+    add_jobs(page, found, step_s)
     page.section("What if?", *_what_if(page, described, samples))
 
 
+def _idle_lines(described: DescribedPlan, cluster: Cluster) -> list[str]:
+    """Return a sentence on the devices in no pipeline, which hold nothing; empty if there are none."""
+    idle = tuple(sorted(set(range(cluster.num_ranks)) - set(described.plan.ranks)))
+    if not idle:
+        return []
+    return [idle_line(idle, [0] * cluster.num_ranks, [device.name for device in cluster.devices])]
+
+
+def _range_text(cluster: Cluster, step_s: float) -> str:
+    """Say between which times a step is, and on how many measurements that rests."""
+    error = max(device.error for device in cluster.devices)
+    shortest, longest = time_text(step_s / (1 + error)), time_text(step_s * (1 + error))
+    return f"In 8 of 10 cases a step takes {shortest} to {longest}; {confidence(cluster.devices)}."
+
+
 def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finished) -> Markup:
+    """Make the table of all stages of all pipelines."""
     rows = []
     for number, pipeline in enumerate(described.plan.pipelines):
         cut = finished.candidate.cuts[number]
@@ -123,65 +179,72 @@ def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finishe
 
 
 def _memory(page: Page, costs: StageCosts, finished: Finished) -> list[Markup]:
+    """Make a chart and a table of the memory that one card of each stage needs and has."""
     memory = memory_bytes(costs, finished)
-    cells: list[_StageMemory] = []
+    stages: list[_StageMemory] = []
     for number, *_ in finished.makeups[:MAX_PIPELINES]:
         placed = finished.candidate.placed[number]
         options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.placed))
         assert options is not None, "its memory is known"
         for j, (block, option) in enumerate(zip(placed.blocks, options, strict=True)):
-            for part, of_part, needed in zip(block.parts, option.parts, memory[number][j], strict=True):
+            for part, part_option, needed_bytes in zip(block.parts, option.parts, memory[number][j], strict=True):
                 device = costs.pools.kinds[part.kind].device
-                cells.append(
+                is_first, is_last = j == 0, j == len(placed.blocks) - 1
+                stages.append(
                     _StageMemory(
                         name=f"pipeline {number}, stage {j}" + (f", {device.name}" if block.others else ""),
                         device=device.name,
-                        needed=needed,
-                        usable=device.usable_bytes,
-                        communicators=of_part.memory.communicator_bytes(j == 0, j == len(placed.blocks) - 1),
+                        needed_bytes=needed_bytes,
+                        usable_bytes=device.usable_bytes,
+                        communicator_bytes=part_option.memory.communicator_bytes(is_first, is_last),
                     )
                 )
+    usable_gib = [round(stage.usable_bytes / GIB, 3) for stage in stages]
+    needed_gib = [round(stage.needed_bytes / GIB, 3) for stage in stages]
     series = [
-        {"name": "the card", "values": [round(c.usable / GIB, 3) for c in cells], "behind": True, "colour": "wait"},
-        {"name": "needed", "values": [round(c.needed / GIB, 3) for c in cells], "colour": "model"},
+        {"name": "the card", "values": usable_gib, "behind": True, "colour": "wait"},
+        {"name": "needed", "values": needed_gib, "colour": "model"},
     ]
-    data = {"rows": [cell.name for cell in cells], "unit": "GiB", "series": series}
-    chart = page.chart("bars", "Memory of a card of every stage, in GiB", data, 90 + 30 * len(cells))
-    rows = [(cell.name, cell.device, *map(bytes_text, cell[2:])) for cell in cells]
+    data = {"rows": [stage.name for stage in stages], "unit": "GiB", "series": series}
+    chart = page.chart("bars", "Memory of a card of every stage, in GiB", data, 90 + 30 * len(stages))
+    rows = []
+    for stage in stages:
+        sizes = (stage.needed_bytes, stage.usable_bytes, stage.communicator_bytes)
+        rows.append((stage.name, stage.device, *map(bytes_text, sizes)))
     headings = ("stage", "device", "memory, GiB", "of", "NCCL's communicators in it")
     return [chart, html_table(headings, rows, "Memory by stage")]
 
 
 class _StageMemory(NamedTuple):
-    """Bytes of a device of a stage."""
+    """Memory of a stage per device; a stage of several kinds of devices has one entry for each kind."""
 
-    name: str  # of the stage, and of the device where it has several
-    device: str
-    needed: float
-    usable: float
-    communicators: float  # in what is needed
+    name: str  # name of the stage; with the device if the stage has several kinds
+    device: str  # name of the device
+    needed_bytes: float  # predicted peak
+    usable_bytes: float  # memory that a job can use
+    communicator_bytes: float  # the part of the peak for NCCL's communicators
 
 
 def _timelines(page: Page, finished: Finished) -> list[Markup]:
+    """Make a timeline of one pipeline of each set of equal ones, and a table of their times."""
     kinds = ("forward", "backward", "wait")
     window_s = _window_s(finished)
     names: list[str] = []
     bars: list[list[float]] = []
     rows: list[tuple[Any, ...]] = []
-    for members in finished.makeups[:MAX_PIPELINES]:
-        number, alike = members[0], len(members)
+    for equal_pipelines in finished.makeups[:MAX_PIPELINES]:
+        number = equal_pipelines[0]
         # Micro-batches that begin within the window: those that end there, and those that are in flight at its end.
-        begun = MAX_MICRO_BATCHES + max(finished.in_flight[number])
-        drawn = min(finished.candidate.micro_batches[number], begun)
-        for j, stage in enumerate(pipeline_bars(finished, number, drawn)):
-            inside = [(kind, start_s, min(stop_s, window_s)) for kind, start_s, stop_s in stage if start_s < window_s]
-            if inside[-1][2] < window_s:
-                inside.append(("wait", inside[-1][2], window_s))
-            bars += [[len(names), kinds.index(kind), start_s, stop_s] for kind, start_s, stop_s in inside]
+        num_begun = MAX_MICRO_BATCHES + max(finished.in_flight[number])
+        num_drawn = min(finished.candidate.micro_batches[number], num_begun)
+        for j, stage_bars in enumerate(pipeline_bars(finished, number, num_drawn)):
+            for kind, start_s, stop_s in _within(stage_bars, window_s):
+                bars.append([len(names), kinds.index(kind), start_s, stop_s])
             names.append(f"pipeline {number}, stage {j}")
         count = finished.candidate.micro_batches[number]
-        rows.append((f"pipeline {number}", alike, count, time_text(finished.pipeline_s[number])))
-    is_part = window_s < finished.pipelines_s
+        pipeline_text = time_text(finished.pipeline_s[number])
+        rows.append((f"pipeline {number}", len(equal_pipelines), count, pipeline_text))
+    is_part = window_s < finished.slowest_pipeline_s
     part = f"The first {time_text(window_s)} of a step" if is_part else "A step"
     label = f"{part} of every unlike pipeline; waiting is grey"
     data = {"rows": names, "kinds": list(kinds), "bars": bars}
@@ -191,8 +254,17 @@ def _timelines(page: Page, finished: Finished) -> list[Markup]:
     ]
 
 
+def _within(bars: Sequence[tuple[str, float, float]], window_s: float) -> list[tuple[str, float, float]]:
+    """Return the bars of a stage, cut off at ``window_s``, or filled up to it with a bar of waiting."""
+    inside = [(kind, start_s, min(stop_s, window_s)) for kind, start_s, stop_s in bars if start_s < window_s]
+    _, _, last_stop_s = inside[-1]
+    if last_stop_s < window_s:
+        inside.append(("wait", last_stop_s, window_s))
+    return inside
+
+
 def _measured_step(page: Page, described: DescribedPlan, run: RunFile) -> list[Markup]:
-    """Where a measured step went, by rank, and the memory that was in use."""
+    """Make a chart and a table of a measured step by rank and part, with the peak of memory."""
     names: list[str] = []
     parts: list[list[float]] = []
     rows: list[tuple[str, ...]] = []
@@ -204,7 +276,7 @@ def _measured_step(page: Page, described: DescribedPlan, run: RunFile) -> list[M
         parts.append([rank.attention_s, rank.model_s, exchange_s, rank.bubble_s, rank.sync_s + rank.rest_s])
         rows.append((names[-1], *map(time_text, parts[-1]), time_text(rank.step_s), bytes_text(rank.memory_bytes)))
     series = [
-        {"name": name, "values": [own[i] for own in parts], "stack": "step", "colour": colour}
+        {"name": name, "values": [rank_parts[i] for rank_parts in parts], "stack": "step", "colour": colour}
         for i, (name, colour) in enumerate(_MEASURED.items())
     ]
     label = "A measured step by rank"
@@ -216,8 +288,8 @@ def _measured_step(page: Page, described: DescribedPlan, run: RunFile) -> list[M
 
 
 def _window_s(finished: Finished) -> float:
-    """How much of a step is drawn: the same of every pipeline, of none more than `MAX_MICRO_BATCHES` micro-batches."""
-    window_s = finished.pipelines_s
+    """Return the seconds of a step that are drawn: at most `MAX_MICRO_BATCHES` micro-batches of any pipeline."""
+    window_s = finished.slowest_pipeline_s
     for number, *_ in finished.makeups[:MAX_PIPELINES]:
         if finished.candidate.micro_batches[number] > MAX_MICRO_BATCHES:
             cut = finished.candidate.cuts[number]
@@ -228,10 +300,16 @@ def _window_s(finished: Finished) -> float:
     return window_s
 
 
-def _rivals(described: DescribedPlan, costs: StageCosts, step_s: float, samples: int) -> Markup:
+def _baselines(described: DescribedPlan, costs: StageCosts, step_s: float, samples: int) -> Markup:
+    """Make the table of other plans on the same cards: grids of equal stages, replicas, published planners.
+
+    Args:
+        step_s: predicted seconds of a step of this plan.
+        samples: sequences of a step.
+    """
     objective = costs.time_objective()
     scenario = described.scenario
-    rivals: list[Rival] = [
+    baselines: list[BaselinePlan] = [
         best_grid(costs, objective, samples, _MICRO_BATCH_SIZES)[0],
         best_sequence(costs.cluster, scenario.model, scenario.workload, samples, _MICRO_BATCH_SIZES, objective),
         *(
@@ -241,30 +319,33 @@ def _rivals(described: DescribedPlan, costs: StageCosts, step_s: float, samples:
         ),
     ]
     rows = [("this plan", time_text(step_s), "1.00 x", "")]
-    for rival in rivals:
-        if rival.step_s is None:
-            rows.append((rival.name, "-", "-", str(rival.reason)))
+    for baseline in baselines:
+        if baseline.step_s is None:
+            rows.append((baseline.name, "-", "-", str(baseline.reason)))
         else:
-            slower = rival.step_s / step_s
+            slower = baseline.step_s / step_s
             reason = slower_text(slower) if slower >= 1 else f"{1 - slower:.1%} faster: plan again"
-            rows.append((rival.name, time_text(rival.step_s), f"{slower:.2f} x", reason))
+            rows.append((baseline.name, time_text(baseline.step_s), f"{slower:.2f} x", reason))
     return html_table(
         ("plan", "a step", "this plan is faster by", "why it loses"), rows, "Other ways to use the same cards"
     )
 
 
 def _what_if(page: Page, described: DescribedPlan, samples: int) -> list[Markup | str]:
-    """Times of this plan with other lengths and links, in a chart and a table."""
+    """Make a chart and a table of this plan's time with other sequence lengths and speeds of links."""
     work, cluster = described.scenario.workload, described.scenario.clusters[0]
     lengths = [round(work.seq_len * factor) for factor in FACTORS]
     rows, series = [], []
-    for link in FACTORS:
-        times = [_step_s(described, scaled_links(cluster, link), length) for length in lengths]
-        rows.append((f"links x {link:g}", *("does not fit" if s is None else time_text(s) for s in times)))
-        rates: Sequence[float | None] = [
-            None if s is None else samples * length / s for s, length in zip(times, lengths, strict=True)
-        ]
-        series.append({"name": f"links x {link:g}", "values": rates})
+    for link_factor in FACTORS:
+        name = f"links x {link_factor:g}"
+        step_texts: list[str] = []
+        rates: list[float | None] = []
+        for length in lengths:
+            step_s = _step_s(described, scaled_links(cluster, link_factor), length)
+            step_texts.append("does not fit" if step_s is None else time_text(step_s))
+            rates.append(None if step_s is None else samples * length / step_s)
+        rows.append((name, *step_texts))
+        series.append({"name": name, "values": rates})
     data = {"x": [f"{length:,}" for length in lengths], "xName": "tokens of a sequence", "series": series}
     return [
         page.chart("lines", "Tokens per second of this plan, by length and speed of links", data),
@@ -274,7 +355,8 @@ def _what_if(page: Page, described: DescribedPlan, samples: int) -> list[Markup 
 
 
 def _step_s(described: DescribedPlan, cluster: Cluster, seq_len: int) -> float | None:
+    """Return the predicted seconds of a step with another cluster and length; None if the plan does not fit."""
     try:
-        return judged(described, cluster, seq_len)[1].step_s
+        return predict_pipelines(described, cluster, seq_len).finished.step_s
     except HeteroError:
         return None

@@ -1,7 +1,9 @@
-"""File of a recorded step, from `python -m benchmarks.fake_gpu.played record`, and its trace on a cluster.
+"""Read and write the file of a recorded step, and make its trace on a cluster.
+
+`python -m benchmarks.fake_gpu.played record` writes such a file.
 
 The file is JSON. Operations and calls that ranks repeat are written once, in ``operations`` and ``calls``. Every rank
-has a list of events that name them:
+has a list of events that refer to them by index:
 
     7             the rank computes operation 7
     [0, 3, 12]    it posts call 3, as its request number 12
@@ -18,7 +20,7 @@ from pathlib import Path
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict, JsonObject, expect_object_keys, read_file
-from ds_hetero.cost.played import WAIT, Event, Operation, PlayedStep, PostedCall, PostedMessage, Sync, Wait, play
+from ds_hetero.cost.replay import WAIT, Event, Operation, PostedCall, PostedMessage, ReplayedStep, Sync, Wait, replay
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.trace import COMPUTE, NETWORK, Process
 
@@ -29,12 +31,12 @@ _CALL, _WAIT, _SYNC = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """One optimizer step of all ranks."""
+    """What all ranks compute, post and wait for in one optimizer step, in order."""
 
-    name: str  # of the job, for people
+    name: str  # name of the job
     model: str  # name of the model
     cluster: str  # file or preset for which the job was planned
-    host_share: float = 1.0  # see `ds_hetero.cost.played.play`
+    host_share: float = 1.0  # see `ds_hetero.cost.replay.replay`
     events: tuple[tuple[Event, ...], ...] = field(repr=False)  # by rank
 
     def to_dict(self) -> JsonDict:
@@ -44,6 +46,7 @@ class RecordedStep:
         calls: dict[PostedCall, int] = {}
 
         def encoded(event: Event) -> int | list[int]:
+            """Return the entry of an event in the file, see the module."""
             if isinstance(event, Operation):
                 return operations.setdefault(event, len(operations))
             if isinstance(event, PostedCall):
@@ -80,7 +83,7 @@ class RecordedStep:
 
 
 def _read_events(content: JsonObject) -> tuple[tuple[Event, ...], ...]:
-    """Events by rank, from a file's content."""
+    """Return the events of every rank that a file's content describes."""
     operations = [Operation(*fields) for fields in content["operations"]]
     calls = []
     for name, communicator, ranks, size, sent, messages in content["calls"]:
@@ -88,6 +91,7 @@ def _read_events(content: JsonObject) -> tuple[tuple[Event, ...], ...]:
         calls.append(PostedCall(0, name, communicator, tuple(ranks), size, tuple(sent), posted))
 
     def decoded(code: int | Sequence[int]) -> Event:
+        """Return the event that an entry of the file stands for."""
         if isinstance(code, int):
             return operations[code]
         if code[0] == _CALL:
@@ -103,27 +107,27 @@ def read_recorded_step(path: Path) -> RecordedStep:
 
 
 def trace_of_record(record: RecordedStep, cluster: Cluster | None = None) -> JsonDict:
-    """Return the trace of a recorded step on a cluster.
+    """Replay a recorded step on a cluster, and return its trace.
 
     Args:
-        cluster: left out, the one for which the job was planned.
+        cluster: cluster to replay on; None: the one for which the job was planned.
     """
     cluster = load_cluster(record.cluster) if cluster is None else cluster
-    played = play(record.events, cluster, record.host_share)
+    replayed = replay(record.events, cluster, record.host_share)
     events: list[JsonDict] = []
     for rank in range(cluster.num_ranks):
-        events += _trace_events(played, cluster, rank)
-    other = {"model": record.model, "job": record.name, "step_s": played.step_s}
+        events += _trace_events(replayed, cluster, rank)
+    other = {"model": record.model, "job": record.name, "step_s": replayed.step_s}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _trace_events(played: PlayedStep, cluster: Cluster, rank: int) -> Iterator[JsonDict]:
-    """Events of a rank's process: a thread for computing, and one for each cause of its transfers."""
+def _trace_events(replayed: ReplayedStep, cluster: Cluster, rank: int) -> Iterator[JsonDict]:
+    """Yield a rank's trace events, in a thread for computing and a thread for each cause of transfers."""
     process = Process(rank, f"played: {cluster.rank_name(rank)}", rank)
-    causes = sorted({span.cause for span in played.spans[rank] if span.stream == "network"})
+    causes = sorted({span.cause for span in replayed.spans[rank] if span.stream == "network"})
     yield from process.metadata(("compute", *(f"network, {cause}" for cause in causes)))
     thread_of_cause = {cause: NETWORK + i for i, cause in enumerate(causes)}
-    for span in played.spans[rank]:
+    for span in replayed.spans[rank]:
         tid = COMPUTE if span.stream == "compute" else thread_of_cause[span.cause]
         args = {} if span.name == WAIT else {"cause": span.cause}
         yield process.span(tid, span.name, span.start_s, span.stop_s, **args)

@@ -1,10 +1,10 @@
-"""``run.json``: the measurements of a job, with its plan.
+"""Read and write the run file, ``run.json``: the measurements of a job, with its plan.
 
     {"format": "ds_hetero run", "version": 1, "digest": "1f0c...", "plan": {...}, "scenario": {...},
      "ended": "normally", "versions": {"torch": ...}, "steps": 200, "ranks": [{"rank": 0, "attention_s": 0.41, ...}],
      "observations": [...], "trace": {"step": 12, "ranks": [[["ds_hetero.forward", 0.0, 0.3], ...], ...]}}
 
-Times are in seconds; those of a rank are means per step. The digest is that of the job's first plan.
+Times are in seconds; those of a rank are means per step. ``digest`` is that of the job's first plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.common.reading import JsonDict, JsonObject, read_file, shortened, write_whole
+from ds_hetero.common.atomic_writing import write_whole
+from ds_hetero.common.reading import JsonDict, JsonObject, read_file, shortened
 from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.reporting.scenario import PlanScenario, read_scenario
 from ds_hetero.values.plans import Plan, read_plan
@@ -31,23 +32,23 @@ _OBSERVATION = ("step", "steps", "step_s", "tokens_per_s", "imbalance")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRank:
-    """Parts of a mean step of one rank, in seconds; see `ds_hetero.runtime.step_clock.StepTimes`."""
+    """Mean seconds of each part of a rank's step; see `ds_hetero.runtime.step_clock.StepTimes`."""
 
-    device: str  # its name
-    step_s: float  # the step, of which the following are parts
+    device: str  # name of the device
+    step_s: float  # the step, which the following times are parts of
     attention_s: float  # attention
     model_s: float  # rest of forward and backward
     all_to_all_s: float  # all-to-alls
     ring_wait_s: float  # waiting for keys and values
     idle_s: float  # waiting in other collectives
     tokens: float  # tokens of the rank, per step
-    memory_bytes: int  # most memory in use: of the device, on CPUs of the process
+    memory_bytes: int  # peak memory of the device; on CPUs of the process
     own_min_s: float  # shortest computing time of the latest steps
-    own_median_s: float  # median of the same
-    own_max_s: float  # longest of the same
+    own_median_s: float  # median computing time of the latest steps
+    own_max_s: float  # longest computing time of the latest steps
     hop_s: float = 0.0  # sending to neighbouring stages, and waiting while their messages are on the wire
     bubble_s: float = 0.0  # waiting for stages that still compute
-    sync_s: float = 0.0  # bringing gradients of pipelines to their owners, and values back
+    sync_s: float = 0.0  # sending gradients of pipelines to their owners, and parameters back
 
     @property
     def rest_s(self) -> float:
@@ -65,21 +66,23 @@ class RunFile:
     """Measurements of a job.
 
     Args:
-        observations: oldest first, each with ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and ``imbalance``.
-        changes: changes of the plan, oldest first. Of a replica's schedule: ``step``, ``replica``, ``schedule`` and
-            ``gain``; of the layers of stages: ``step``, ``layers`` by pipeline and stage, and ``gain``.
-        events: events of an elastic job, also from before its restarts: ``kind``, ``time`` in seconds since 1970,
-            ``ranks``, and further keys of the kind.
+        observations: observed steps, oldest first, each with ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and
+            ``imbalance``.
+        changes: changes of the plan, oldest first. A change of a replica's schedule has ``step``, ``replica``,
+            ``schedule`` and ``gain``; a change of the layers of stages ``step``, ``layers`` by pipeline and stage, and
+            ``gain``.
+        events: events of an elastic job, also from before its restarts, each with ``kind``, ``time`` in seconds since
+            1970, ``ranks``, and further keys that depend on the kind.
     """
 
     plan: Plan  # first plan of the job
-    scenario: PlanScenario | None  # of the plan; None if the cost model lacks the devices or the model
-    predicted_s: float | None  # seconds of a step, predicted at the start; None as for ``scenario``
+    scenario: PlanScenario | None  # scenario of the plan; None if the cost model lacks the devices or the model
+    predicted_s: float | None  # seconds of a step, predicted at the start; None without a scenario
     ended: str  # ``"normally"``, ``"running"`` (not yet, or killed), or the text of the error
     written: str  # date and time, ISO 8601, UTC
-    versions: Mapping[str, str]  # of the packages
+    versions: Mapping[str, str]  # versions by package
     steps: int  # number of observed steps
-    ranks: tuple[MeasuredRank, ...]  # a mean step of every rank
+    ranks: tuple[MeasuredRank, ...]  # mean step of every rank
     observations: tuple[Mapping[str, float], ...] = ()
     changes: tuple[JsonObject, ...] = ()
     events: tuple[JsonObject, ...] = ()
@@ -115,12 +118,12 @@ class RunFile:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the name of a plan in a run file: 16 hexadecimal digits."""
+    """Return the digest by which a run file names its plan: 16 hexadecimal digits."""
     return f"{plan.fingerprint:016x}"
 
 
 def expect_writable(folder: str) -> None:
-    """Make the folder if it is missing. Raises `ConfigError`: it cannot be written to, with the reason."""
+    """Make a folder if it is missing. Raises `ConfigError`: it cannot be made, or no file can be written to it."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -134,17 +137,17 @@ def expect_writable(folder: str) -> None:
 
 
 def event_text(event: JsonObject) -> str:
-    """Describe an event of an elastic job by its keys other than kind and time: ``ranks [3], node b``."""
+    """Return the text of an event of an elastic job, without kind and time: ``ranks [3], node b``."""
     return ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("kind", "time"))
 
 
 def write_run(run: RunFile, path: Path) -> None:
-    """Write the file; see `write_whole`."""
+    """Write a run file atomically: a reader gets the old or the new content."""
     write_whole(path, json.dumps(run.to_dict(), allow_nan=False))
 
 
 def read_run(path: str | Path) -> RunFile:
-    """Read a run file. Raises `PlanError`: it cannot be read, is of another version, or a key is wrong."""
+    """Read a run file. Raises `PlanError`: it cannot be read, has another version, or a key is missing or wrong."""
     data = read_file(path, "run", PlanError)
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise PlanError(
@@ -158,14 +161,19 @@ def read_run(path: str | Path) -> RunFile:
     try:
         return _read(data)
     except KeyError as error:
-        raise PlanError(f"run file {shortened(str(path))} lacks {error}.") from None
+        raise PlanError(
+            f"run file {shortened(str(path))} lacks the key {error}. Give the file as the job wrote it."
+        ) from None
     except (TypeError, AttributeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
-        raise PlanError(f"run file {shortened(str(path))} is damaged: {error}.") from None
+        raise PlanError(
+            f"run file {shortened(str(path))} is damaged: {error}. Give the file as the job wrote it."
+        ) from None
 
 
 def _read(data: JsonObject) -> RunFile:
+    """Read the content of a run file. Raises `PlanError`, `KeyError`, `TypeError` and others: the content is wrong."""
     plan = read_plan(data["plan"])
     if data["digest"] != plan_digest(plan):
         raise PlanError(
@@ -197,31 +205,37 @@ def _read(data: JsonObject) -> RunFile:
 
 
 def _read_rank(data: JsonObject) -> MeasuredRank:
+    """Read one rank's entry of ``"ranks"``."""
     names = [field.name for field in fields(MeasuredRank) if field.name != "device"]
     data = {"hop_s": 0.0, "bubble_s": 0.0, "sync_s": 0.0, **data}  # files of earlier releases lack these
     return MeasuredRank(device=_text(data["device"], "device"), **{name: _number(data[name], name) for name in names})
 
 
 def _read_observation(data: JsonObject) -> dict[str, float]:
+    """Read one entry of ``"observations"``."""
     return {key: _number(data[key], key) for key in _OBSERVATION}
 
 
 def _read_event(data: JsonObject) -> JsonObject:
+    """Read one event of an elastic job."""
     return {**data, "kind": _text(data["kind"], "events.kind"), "time": _number(data["time"], "events.time")}
 
 
 def _read_range(data: Sequence[Any]) -> TracedRange:
+    """Read one range of ``"trace"``: its name, and begin and end in seconds."""
     name, start_s, stop_s = data
     return _text(name, "trace"), _number(start_s, "trace"), _number(stop_s, "trace")
 
 
 def _number(value: Any, name: str) -> Any:
+    """Check that the value of a key is a finite number, and return it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise PlanError(f'"{name}" of the run file must be a number, got {shortened(value)}.')
     return value
 
 
 def _text(value: Any, name: str) -> str:
+    """Check that the value of a key is text, and return it."""
     if not isinstance(value, str):
         raise PlanError(f'"{name}" of the run file must be text, got {shortened(value)}.')
     return value

@@ -1,6 +1,6 @@
-"""Sections of the page that schedules and pipelines share: ranks with their links, costs and launch, and a run.
+"""Sections of the page that schedules and pipelines share: ranks and links, prices, launch, and a run.
 
-After a run a chart or a table shows every rank, otherwise one of the ranks that do the same.
+With a run, charts and tables show every rank; without one, they show one rank for each set of equal ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from ds_hetero.reporting.launching import JobLaunch
 from ds_hetero.reporting.run_file import RunFile, event_text
 from ds_hetero.values.schedule import Schedule
 
-MAX_DRAWN_RANKS = 32  # with more, a machine is drawn as one
-MAX_DRAWN_LINKS = 60
+MAX_DRAWN_RANKS = 32  # with more ranks, a whole machine is drawn as one node
+MAX_DRAWN_LINKS = 60  # links in the picture and in the table
 
 
 def links_picture(cluster: Cluster, schedule: Schedule) -> JsonDict:
-    """Return machines with their ranks, coloured by group, links between machines, and the ring.
+    """Return the data of the picture: machines with their ranks, links between machines, and the ring.
 
-    A node is a rank, or on clusters of more than `MAX_DRAWN_RANKS` ranks a machine; its place inside its machine's box
-    is 0 to 1 from the left, and a line of ranks from above. The ring goes over the groups' first ranks.
+    A node of the picture is a rank, or a machine on clusters of more than `MAX_DRAWN_RANKS` ranks; groups give the
+    colour. ``x`` is its place in the box of its machine from the left, 0 to 1, and ``line`` the number of its line from
+    above. The ring connects the first ranks of the groups.
     """
-    group_of = _position_of(schedule)
+    group_of = _ring_positions(schedule)
     by_machine: dict[int, list[int]] = {}
     for rank in schedule.ranks:
         by_machine.setdefault(int(cluster.node_of_rank[rank]), []).append(rank)
@@ -46,19 +47,19 @@ def links_picture(cluster: Cluster, schedule: Schedule) -> JsonDict:
     for number, (machine, ranks) in enumerate(by_machine.items()):
         counts = Counter(cluster.devices[rank].name for rank in ranks)
         made_of = ", ".join(f"{count} x {device}" for device, count in counts.items())
-        names.append(f"{cluster.nodes[machine].name}: {made_of}, {_text(cluster.nodes[machine].link)}")
+        names.append(f"{cluster.nodes[machine].name}: {made_of}, {_rate_text(cluster.nodes[machine].link)}")
         across = ceil(sqrt(len(ranks) * 1.6))
         for i, rank in enumerate(ranks if draws_ranks else ranks[:1]):
             place = {"x": (i % across + 0.5) / across, "line": i // across}
             node = {"name": f"r{rank}", "text": f"rank {rank}", "group": group_of[rank], "machine": number, "size": 20}
             nodes.append({**node, **place})
-    first = {machine: ranks[0] for machine, ranks in by_machine.items()}
-    edges = _machine_links(cluster, first) + _ring(schedule, cluster, None if draws_ranks else first)
+    first_rank = {machine: ranks[0] for machine, ranks in by_machine.items()}
+    edges = _machine_links(cluster, first_rank) + _ring(schedule, cluster, None if draws_ranks else first_rank)
     return {"columns": min(ceil(sqrt(len(names))), 4), "machines": names, "nodes": nodes, "links": edges}
 
 
-def _position_of(schedule: Schedule) -> dict[int, int]:
-    """Ring position of every rank's group."""
+def _ring_positions(schedule: Schedule) -> dict[int, int]:
+    """Return the ring position of every rank's group."""
     positions: dict[int, int] = {}
     for position, group in enumerate(schedule.ring_groups):
         positions.update(dict.fromkeys(group.ranks, position))
@@ -66,7 +67,7 @@ def _position_of(schedule: Schedule) -> dict[int, int]:
 
 
 def links_table(cluster: Cluster) -> Markup:
-    """Every class of links once."""
+    """Make the table of links, with one row for each class of links that the cluster distinguishes."""
     rows = []
     for link in cluster.link_classes[:MAX_DRAWN_LINKS]:
         rate, latency = f"{link.bytes_per_s / GB:.4g}", f"{link.latency_s / MICRO:.3g}"
@@ -75,21 +76,30 @@ def links_table(cluster: Cluster) -> Markup:
     return html_table(headings, rows, "Links, per pair of ranks and direction")
 
 
-def _text(link: Link) -> str:
+def _rate_text(link: Link) -> str:
+    """Return the rate of a link as text: ``25 GB/s``."""
     return f"{link.bytes_per_s / GB:.4g} GB/s"
 
 
-def _machine_links(cluster: Cluster, first: dict[int, int]) -> list[list[Any]]:
-    """Lines between the first ranks of two machines."""
+def _machine_links(cluster: Cluster, first_rank: dict[int, int]) -> list[list[Any]]:
+    """Return the lines of the picture for links between machines.
+
+    Args:
+        first_rank: rank that stands for each machine.
+    """
     lines: list[list[Any]] = []
-    for machine, other in islice(combinations(sorted(first), 2), MAX_DRAWN_LINKS):
+    for machine, other in islice(combinations(sorted(first_rank), 2), MAX_DRAWN_LINKS):
         link = cluster.link_classes[int(cluster.link_class[machine, other])]
-        lines.append([f"r{first[machine]}", f"r{first[other]}", _text(link), False])
+        lines.append([f"r{first_rank[machine]}", f"r{first_rank[other]}", _rate_text(link), False])
     return lines
 
 
 def _ring(schedule: Schedule, cluster: Cluster, drawn: dict[int, int] | None) -> list[list[Any]]:
-    """Arrows from group to group; ``drawn`` is the rank that stands for each machine, where machines are drawn."""
+    """Return the arrows of the ring in the picture, from each group to the next.
+
+    Args:
+        drawn: rank that stands for each machine; None if every rank is drawn.
+    """
     ranks = [group.ranks[0] for group in schedule.ring_groups]
     if drawn is not None:
         ranks = [drawn[int(cluster.node_of_rank[rank])] for rank in ranks]
@@ -98,9 +108,10 @@ def _ring(schedule: Schedule, cluster: Cluster, drawn: dict[int, int] | None) ->
 
 
 def scaled_links(cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with links between machines that much faster; of a single machine, those inside it."""
+    """Return the cluster with links between machines (inside it, if there is one machine) ``factor`` times as fast."""
 
     def scaled(link: Link) -> Link:
+        """Return the link with its rate times ``factor``."""
         return replace(link, bytes_per_s=link.bytes_per_s * factor)
 
     if len(cluster.nodes) == 1:
@@ -116,24 +127,24 @@ def scaled_links(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, nodes=nodes, network=scaled(cluster.network), links=links)
 
 
-MAX_ROWS = 64
+MAX_ROWS = 64  # ranks or sets of equal ranks in a table
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """Ranks that do the same."""
+    """Ranks with equal work on equal devices, which are shown in one row."""
 
-    ranks: tuple[int, ...]  # of the replica, ascending
-    device: str  # their name
+    ranks: tuple[int, ...]  # ranks of the replica, ascending
+    device: str  # name of their device
 
     @property
     def rank(self) -> int:
-        """The one that stands for all."""
+        """The first rank, which stands for all."""
         return self.ranks[0]
 
     @property
     def name(self) -> str:
-        """``rank 3`` or ``ranks 0-7``; with gaps, the number of the others."""
+        """Name of the row: ``rank 3``, ``ranks 0-7``, or with gaps ``rank 0 and 3 like it``."""
         first, last = self.ranks[0], self.ranks[-1]
         if first == last:
             return f"rank {first}"
@@ -142,20 +153,24 @@ class RankRow:
         return f"rank {first} and {len(self.ranks) - 1} like it"
 
 
-def rank_rows(cost: CostModel, schedule: Schedule, each: bool) -> list[RankRow]:
-    """Rows of a replica's ranks, at most `MAX_ROWS`; with ``each`` one per rank, since measured ranks differ."""
-    tokens, heads, position = schedule.tokens(cost.workload.seq_len), heads_of(schedule), _position_of(schedule)
-    alike: dict[Any, list[int]] = {}
+def rank_rows(cost: CostModel, schedule: Schedule, is_by_rank: bool) -> list[RankRow]:
+    """Return the rows of a replica's ranks, at most `MAX_ROWS`.
+
+    Args:
+        is_by_rank: True: every rank has a row, since measured ranks differ; False: equal ranks share a row.
+    """
+    tokens, heads, position = schedule.tokens(cost.workload.seq_len), heads_of(schedule), _ring_positions(schedule)
+    equal_ranks: dict[Any, list[int]] = {}
     for rank in schedule.ranks:
         place = position[rank], cost.cluster.devices[rank], int(cost.cluster.node_of_rank[rank])
-        work = heads[rank], tokens[rank] // 16  # tokens are rounded: equal ranks may differ by one
-        alike.setdefault(rank if each else (*place, *work), []).append(rank)
-    rows = [RankRow(tuple(ranks), cost.cluster.devices[ranks[0]].name) for ranks in alike.values()]
+        work = heads[rank], tokens[rank] // 16  # rounding may give equal ranks numbers of tokens that differ by one
+        equal_ranks.setdefault(rank if is_by_rank else (*place, *work), []).append(rank)
+    rows = [RankRow(tuple(ranks), cost.cluster.devices[ranks[0]].name) for ranks in equal_ranks.values()]
     return sorted(rows, key=lambda row: row.rank)[:MAX_ROWS]
 
 
 def heads_of(schedule: Schedule) -> dict[int, int]:
-    """Query heads of every rank."""
+    """Return the number of query heads of every rank."""
     heads: dict[int, int] = {}
     for group in schedule.groups:
         heads.update(zip(group.ranks, group.heads, strict=True))
@@ -163,7 +178,7 @@ def heads_of(schedule: Schedule) -> dict[int, int]:
 
 
 def price_cards(prices: Sequence[Price]) -> dict[str, str]:
-    """MFU, money and energy of replicas that step together, as far as they are known."""
+    """Return MFU, price and energy of all replicas together, as texts by name; unknown ones are left out."""
     step_s = max(price.step_s for price in prices)
     tokens = sum(price.tokens for price in prices)
     shares = [price.mfu * price.step_s / step_s for price in prices]
@@ -179,7 +194,7 @@ def price_cards(prices: Sequence[Price]) -> dict[str, str]:
 
 
 def add_launch(page: Page, described: DescribedPlan) -> None:
-    """How to run it: the section, and the launch."""
+    """Add the section on how to run the plan: section of ds_config.json, hostfile and command."""
     nodes = list(chain.from_iterable(cluster.nodes for cluster in described.scenario.clusters))
     section = {"heterogeneity": {"schedule": "plan.json"}}
     launch = JobLaunch.of(nodes)
@@ -203,14 +218,14 @@ def add_launch(page: Page, described: DescribedPlan) -> None:
 
 
 def add_run(page: Page, run: RunFile) -> None:
-    """Add the section."""
-    cards = {"Steps measured": f"{run.steps:,}", "Job ended": run.ended, "Written": _moment_text(run.written)}
+    """Add the section on a run: computing times of ranks, tokens per second, changes of the plan, and events."""
+    cards = {"Steps measured": f"{run.steps:,}", "Job ended": run.ended, "Written": _date_text(run.written)}
     rows = []
     for number, rank in enumerate(run.ranks[:MAX_ROWS]):
         times = map(time_text, (rank.step_s, rank.own_min_s, rank.own_median_s, rank.own_max_s))
-        score = f"{min(_typical(run) / rank.own_median_s, 1.0):.2f}" if rank.own_median_s else "-"
+        score = f"{min(_typical_s(run) / rank.own_median_s, 1.0):.2f}" if rank.own_median_s else "-"
         rows.append((number, rank.device, *times, score))
-    steps = [one["step"] for one in run.observations]
+    steps = [observation["step"] for observation in run.observations]
     parts: list[Markup] = [
         definitions(cards),
         html_table(
@@ -220,44 +235,48 @@ def add_run(page: Page, run: RunFile) -> None:
         ),
     ]
     if len(steps) > 1:
-        values = {"tokens/s": [one["tokens_per_s"] for one in run.observations]}
-        series = [{"name": name, "values": of_name} for name, of_name in values.items()]
+        series = [{"name": "tokens/s", "values": [observation["tokens_per_s"] for observation in run.observations]}]
         parts.append(
             page.chart("lines", "Tokens per second while the job ran", {"x": steps, "xName": "step", "series": series})
         )
     if run.changes:
-        changes = [(one["step"], _change_text(one), f"{one['gain']:.1%}") for one in run.changes]
+        changes = [(change["step"], _change_text(change), f"{change['gain']:.1%}") for change in run.changes]
         parts.append(html_table(("step", "what changed", "predicted gain"), changes, "Changes by re-planning"))
     if run.events:
-        events = [(_time_text(one["time"]), one["kind"], one.get("step", "-"), event_text(one)) for one in run.events]
+        events = []
+        for event in run.events:
+            events.append((_utc_text(event["time"]), event["kind"], event.get("step", "-"), event_text(event)))
         parts.append(html_table(("UTC", "what happened", "step", ""), events[-MAX_ROWS:], "Ranks that went and came"))
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     page.section("The run", *parts, f"Versions: {versions}.")
 
 
 def measured_text(predicted_s: float, run: RunFile) -> str:
-    """A measured step, and how far the prediction is from it."""
+    """Return the time of a measured step and the error of its prediction: ``1.63 s (prediction -9.1%)``."""
     return f"{time_text(run.step_s)} (prediction {predicted_s / run.step_s - 1:+.1%})"
 
 
 def _change_text(change: JsonObject) -> str:
+    """Return what a change of the plan changed: ``layers 4+4 | 8`` by pipeline and stage, or ``replica 1``."""
     if "layers" in change:
         return "layers " + " | ".join("+".join(map(str, by_stage)) for by_stage in change["layers"])
     return f"replica {change['replica']}"
 
 
-def _time_text(seconds: float) -> str:
+def _utc_text(seconds: float) -> str:
+    """Return seconds since 1970 as date and time in UTC: ``2026-01-31 12:00:00``."""
     return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
 
 
-def _moment_text(written: str) -> str:
-    """Date and time to the minute, as people write it; other text is returned unchanged."""
+def _date_text(written: str) -> str:
+    """Return an ISO 8601 date and time to the minute in UTC; other text unchanged."""
     try:
         return f"{datetime.fromisoformat(written).astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC"
     except ValueError:
         return written
 
 
-def _typical(run: RunFile) -> float:
+def _typical_s(run: RunFile) -> float:
+    """Return the lower median over ranks of their median computing times; idle ranks do not count."""
     working = sorted(rank.own_median_s for rank in run.ranks if rank.own_median_s > 0)
     return working[(len(working) - 1) // 2]

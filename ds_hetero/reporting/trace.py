@@ -1,11 +1,11 @@
-"""Trace of a predicted step, and of the measured one, in Chrome's format, for Perfetto and chrome://tracing.
+"""Make the trace of a predicted step and of a measured one, in Chrome's format, for Perfetto and chrome://tracing.
 
 Format: "Trace Event Format" (Google, 2016), JSON object form: ``traceEvents`` with complete events (``"ph": "X"``,
-``ts`` and ``dur`` in microseconds) and metadata events that name processes and threads. A process is a rank, once
-predicted and once measured; names of ranges are those of a torch profiler's trace of the job (see
+``ts`` and ``dur`` in microseconds) and metadata events that name processes and threads. Every rank is a process, once
+predicted and once measured. Ranges have the names of a torch profiler's trace of the job (see
 `ds_hetero.runtime.step_clock`).
 
-The predicted thread "compute" of a rank has no gaps: its innermost spans, waits included, add up to the predicted step.
+The thread "compute" of a predicted rank has no gaps: its innermost spans, waits included, add up to the predicted step.
 The thread "network" has the transfers of the ring.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost import CostModel
 from ds_hetero.reporting.described_plan import DescribedPlan
-from ds_hetero.reporting.pipelines_sections import judged, pipeline_bars
+from ds_hetero.reporting.pipelines_sections import pipeline_bars, predict_pipelines
 from ds_hetero.reporting.run_file import RunFile, TracedRange
 from ds_hetero.reporting.timelines import PREFIX, Bar, block_spans, phase_shares, predicted_block
 from ds_hetero.values.schedule import Schedule
@@ -40,9 +40,9 @@ _NAMES = {
 class Process:
     """A process of the trace: a rank, predicted or measured."""
 
-    pid: int
-    name: str  # for people
-    order: int  # viewers show processes by ascending order
+    pid: int  # number of the process, unique in the trace
+    name: str  # name that viewers show
+    order: int  # viewers show processes in ascending order
 
     def metadata(self, threads: Sequence[str]) -> Iterator[JsonDict]:
         """Yield the events that name the process and its threads."""
@@ -52,7 +52,7 @@ class Process:
             yield _meta(self.pid, tid, "thread_name", {"name": thread})
 
     def span(self, tid: int, name: str, start_s: float, stop_s: float, **args: Any) -> JsonDict:
-        """Return one complete event."""
+        """Make one complete event of thread ``tid``."""
         event: JsonDict = {"ph": "X", "cat": "ds_hetero", "name": name, "pid": self.pid, "tid": tid}
         event |= {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
         if args:
@@ -61,7 +61,7 @@ class Process:
 
 
 def trace_of(described: DescribedPlan, run: RunFile | None = None) -> JsonDict:
-    """Return the trace of a predicted step, with the measured ranks of a run of the plan, if there is one."""
+    """Return the trace of a predicted step, and of the measured step of ``run``, if that is given."""
     events: list[JsonDict] = []
     if described.num_replicas:
         for replica in range(described.num_replicas):
@@ -71,14 +71,14 @@ def trace_of(described: DescribedPlan, run: RunFile | None = None) -> JsonDict:
         events += _predicted_pipelines(described)
     if run is not None:
         events += _measured(run)
-    other = {"model": described.scenario.model.name, "cost_model": described.scenario.cost_model}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    metadata = {"model": described.scenario.model.name, "cost_model": described.scenario.cost_model}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata}
 
 
 def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> Iterator[JsonDict]:
-    """Events of the ranks of one replica: micro-batches of a forward, a loss and a backward each, then the step.
+    """Yield the events of one replica's ranks: forward, loss and backward of every micro-batch, then the step.
 
-    The prediction has one block, forward and backward one after the other. It is drawn once for every layer.
+    The prediction has one block, whose backward follows its forward. It is drawn once for every layer.
     """
     prediction, work = cost.predict(schedule), cost.workload
     blocks = predicted_block(cost, schedule, prediction)
@@ -102,7 +102,7 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
                 call_s = (end_s - begin_s) * layers
                 yield process.span(COMPUTE, PREFIX + call, now_s, now_s + call_s)
                 for layer in range(layers):
-                    # From times of the block to those of the step.
+                    # Add this to times in the block to get times in the step.
                     offset_s = now_s + layer * (end_s - begin_s) - begin_s
                     if layer >= detailed_layers:
                         yield process.span(COMPUTE, PREFIX + "block", offset_s + begin_s, offset_s + end_s)
@@ -123,12 +123,12 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
 
 
 def _predicted_pipelines(described: DescribedPlan) -> Iterator[JsonDict]:
-    """Events of 1F1B on all ranks.
+    """Yield the events of 1F1B on all ranks.
 
-    Published cost models predict the end of a pipeline by a formula, without times of passes. The bars of 1F1B are
-    stretched to end at the same time.
+    Published cost models predict the time of a pipeline by a formula, without times of its passes. The bars of 1F1B are
+    stretched so that they end at that time.
     """
-    costs, finished = judged(described)
+    costs, finished = predict_pipelines(described)
     for number, pipeline in enumerate(described.plan.pipelines):
         rows = pipeline_bars(finished, number, finished.candidate.micro_batches[number])
         _, _, last_stop_s = rows[0][-1]
@@ -146,6 +146,7 @@ def _predicted_pipelines(described: DescribedPlan) -> Iterator[JsonDict]:
 
 
 def _measured(run: RunFile) -> Iterator[JsonDict]:
+    """Yield the events of the traced step of a run."""
     for rank, ranges in enumerate(run.trace):
         device = run.ranks[rank].device
         process = Process(len(run.ranks) + rank, f"measured: rank {rank} ({device})", 2 * rank + 1)
@@ -159,7 +160,7 @@ def _nested(ranges: Sequence[TracedRange]) -> Iterator[TracedRange]:
 
     The format requires the events of a thread to be nested. (a, 0, 5) and (b, 3, 6) become (a, 0, 5) and (b, 3, 5).
     """
-    open_ends_s: list[float] = []  # of the ranges around the current one, the innermost last
+    open_ends_s: list[float] = []  # ends of the ranges around the current one, the innermost last
     for name, start_s, stop_s in sorted(ranges, key=lambda traced: (traced[1], -traced[2])):
         while open_ends_s and open_ends_s[-1] <= start_s:
             open_ends_s.pop()
@@ -169,7 +170,7 @@ def _nested(ranges: Sequence[TracedRange]) -> Iterator[TracedRange]:
 
 
 def _clipped(bars: Sequence[Bar], begin_s: float, end_s: float) -> list[Bar]:
-    """Return the parts of the bars inside an interval."""
+    """Return the bars from ``begin_s`` to ``end_s``, cut off at both ends."""
     clipped = []
     for kind, bar_start_s, bar_stop_s in bars:
         start_s, stop_s = max(bar_start_s, begin_s), min(bar_stop_s, end_s)
@@ -179,4 +180,5 @@ def _clipped(bars: Sequence[Bar], begin_s: float, end_s: float) -> list[Bar]:
 
 
 def _meta(pid: int, tid: int, name: str, args: JsonDict) -> JsonDict:
+    """Make a metadata event, which names a process or a thread."""
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}

@@ -1,1 +1,1 @@
-"""The running half: it executes a schedule and does not ask how it was found."""
+"""Runtime: executes a schedule, whether the planner, a rule or the user has made it."""

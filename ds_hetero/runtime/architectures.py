@@ -1,8 +1,8 @@
-"""Whether the installed torch has code for this rank's GPU.
+"""Check that the installed torch has code for this rank's GPU.
 
-A build of torch carries machine code for some architectures and, at most, intermediate code (PTX) from which the driver
-makes code for newer ones. On any other GPU the first kernel fails ("no kernel image is available for execution on the
-device"), in the middle of a start, on that rank alone.
+A build of torch has machine code for some architectures, and perhaps intermediate code (PTX) from which the driver
+compiles code for newer ones. On any other GPU the first kernel fails ("no kernel image is available for execution on
+the device"), in the middle of a start, on that rank alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ds_hetero.errors import ConfigError
 
 
 def expect_built_for(device: torch.device) -> None:
-    """Refuse a GPU that this torch has no code for. Raises `ConfigError`: names it and what there is."""
+    """Refuse a GPU for which this torch has no code. Raises `ConfigError`: names the GPU and the architectures."""
     if device.type != "cuda" or torch.version.hip:
         return
     capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
@@ -34,10 +34,11 @@ def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Whether code for ``built`` runs on a GPU of this capability.
 
     Machine code runs on its own minor version and on later ones of the same major version, intermediate code on all
-    later ones (CUDA Programming Guide, "Application Compatibility"). What ends in a letter (sm_90a) runs nowhere else.
+    later versions (CUDA Programming Guide, "Application Compatibility"). Code for an architecture that ends in a letter
+    (sm_90a) runs on that one only.
 
     Args:
-        built: as `torch.cuda.get_arch_list` says it, such as ``["sm_80", "sm_90", "compute_90"]``; empty if unknown.
+        built: from `torch.cuda.get_arch_list`, such as ``["sm_80", "sm_90", "compute_90"]``; empty if unknown.
     """
     if not built:
         return True

@@ -1,7 +1,7 @@
-"""Buffers of a module that have changed since they were looked at last.
+"""Find the buffers of a module whose values have changed since the last look.
 
-A tensor counts its changes in place (``_version``), so that an unchanged one costs nothing. Of one that
-was written to, or replaced, the total is compared: a module may write the values that were there.
+A tensor counts its in-place changes (``_version``), so an unchanged one costs nothing. If a buffer was written to or
+replaced, the sum of its elements (its total) is compared, since a module may write the same values again.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from torch import Tensor, nn
 
 
 class ChangedBuffers:
-    """Watches buffers by their totals.
+    """Remembers version and total (sum of the elements) of every buffer, and compares them at every `look`.
 
     Args:
-        read: names and buffers of the moment.
+        read: returns the present buffers with their names.
     """
 
     def __init__(self, read: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._read = read
-        self._seen: dict[str, tuple[object, float]] = {}  # version, total
+        self._seen: dict[str, tuple[object, float]] = {}  # (version, total) of each buffer at the last look
 
     @property
     def is_watching(self) -> bool:
-        """Whether there are buffers that were looked at."""
+        """Whether the last look found buffers."""
         return bool(self._seen)
 
     def look(self) -> dict[str, float]:
-        """Return totals of the buffers that have changed since the last look, by name; one that is new has not changed.
+        """Return the new totals of the buffers whose total has changed since the last look, by name.
 
-        Waits for the device where a buffer was written to.
+        A new buffer does not count as changed. Waits for the device if a buffer was written to.
         """
         changed = {}
         for name, buffer in self._read():
@@ -46,7 +46,7 @@ class ChangedBuffers:
 
 
 def persistent_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Names and buffers that are part of a module's state; others are caches, made of what a forward is given."""
+    """Yield names and buffers that are part of a module's state; others are caches that a forward computes again."""
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:

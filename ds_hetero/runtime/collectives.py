@@ -1,8 +1,9 @@
-"""Small messages between ranks: bytes for every rank, one way to fail together, and a clear error for a lost rank.
+"""All-gather small messages, and raise an error on every rank if one rank fails.
 
-A rank that finds a fault must not raise alone: the others would wait for it in their next collective for ever.
-`on_all_ranks` runs a function on every rank and raises everywhere if it raised anywhere. A caller that gathers bytes
-anyway sends its error along with `encode_failure`, and calls `raise_failures` with what it received.
+A rank that finds a fault must not raise alone: the other ranks would wait for it in their next collective for ever.
+`on_all_ranks` runs a function on every rank, and raises on every rank if the function has raised on any. A caller that
+gathers bytes anyway sends its error in these bytes (`encode_failure`), and calls `raise_failures` with the errors of
+all ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +29,26 @@ from ds_hetero.runtime.peers.watch import current_phase, current_watch, start_wa
 
 T = TypeVar("T")
 
-# Integers in every all_gather of this module, so that ranks in different phases find out: 1,024 bytes, into which the
-# numbers go by which a step of one micro-batch is checked (`ds_hetero.runtime.step_checks`).
+# Integers in every all_gather of this module; one size, so that ranks in different phases meet and find out. 1,024
+# bytes have room for the numbers that check a step of one micro-batch (`ds_hetero.runtime.step_checks`).
 _ROW_WIDTH = 128
-_LONGEST_PHASE = 128  # bytes of its description
+_MAX_PHASE_BYTES = 128  # of the description of a phase
 
 
 def all_gather_bytes(
     numbers: Sequence[int], payload: bytes, group: ProcessGroup | None = None
 ) -> tuple[list[list[int]], list[bytes]]:
-    """Give every rank the integers and the bytes of every rank, by rank of ``group``.
+    """All-gather integers and bytes; return (integers, bytes) of all ranks, each by rank of ``group``.
 
     Args:
-        numbers: at most 126, as many on every rank.
+        numbers: at most 126, the same number of them on every rank.
+        payload: bytes of any length.
         group: the ranks that take part; None for the whole job.
 
     Caller: every rank of ``group``, in the same phase of the job (`waiting_for_peers`).
-    Collectives: one all_gather of 128 integers; one more of the longest payload, if one does not fit into them. For the
-        whole job they run on a process group of their own (`messages_group`), where nothing else can meet them.
+    Collectives: one all_gather of 128 integers; another one of the longest payload, if a payload does not fit into
+        the first. For the whole job they run on a separate process group (`messages_group`), so that they cannot meet
+        another collective.
 
     Raises:
         StepError: ranks are in different phases, such as the next batch and a checkpoint; on every rank.
@@ -68,7 +71,7 @@ def all_gather_bytes(
             payloads = [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
         else:
             payloads = _gather_bytes(payload, sizes, group)
-    return [of_rank[2:] for of_rank in rows], payloads
+    return [row[2:] for row in rows], payloads
 
 
 _messages_group: tuple[ProcessGroup, ProcessGroup] | None = None  # the default group, and ours of the same ranks
@@ -88,63 +91,74 @@ def messages_group() -> ProcessGroup:
 
 
 def _agreed_name() -> str:
-    """A name that rank 0 draws, by which what these processes write is told from what those before a restart wrote."""
-    drawn = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=message_device())
-    dist.broadcast(drawn, 0)
-    return f"{drawn.item():x}"
+    """Return a random name, drawn by rank 0, for the entries of this start of the job in the key-value store.
+
+    An earlier start, whose entries may still be in the store, had another name.
+
+    Caller: every rank. Collectives: one broadcast.
+    """
+    name_number = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=message_device())
+    dist.broadcast(name_number, 0)
+    return f"{name_number.item():x}"
 
 
 def timeout_of_job() -> timedelta:
-    """Return the timeout of the default process group's collectives, for other groups."""
+    """Return the timeout of the default process group's collectives, which other groups get as well."""
     world = dist.group.WORLD
     assert world is not None
     timeout: timedelta = world._get_backend(message_device()).options._timeout
     return timeout
 
 
-def _gather(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return every rank's ``own``, by rank of ``group``."""
-    own = own.to(message_device(group))
-    table = own.new_empty(dist.get_world_size(group), own.numel())
-    dist.all_gather(list(table.unbind()), own, group=group)
+def _gather(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All-gather ``row`` to a table with one row per rank of ``group``, on the CPU."""
+    row = row.to(message_device(group))
+    table = row.new_empty(dist.get_world_size(group), row.numel())
+    dist.all_gather(list(table.unbind()), row, group=group)
     return table.cpu()
 
 
-def _gather_bytes(own: bytes, sizes: Sequence[int], group: ProcessGroup) -> list[bytes]:
-    """Return every rank's ``own``, of known sizes, by rank of ``group``."""
+def _gather_bytes(payload: bytes, sizes: Sequence[int], group: ProcessGroup) -> list[bytes]:
+    """All-gather payloads of known sizes; returns them by rank of ``group``."""
     if not any(sizes):
         return [b""] * len(sizes)
-    padded = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=torch.uint8)
     texts = _gather(padded, group).numpy()
     return [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
 
 
 def _raise_different_phases(phase: str, group: ProcessGroup) -> NoReturn:
-    """Name the ranks that are in another phase than the others, on every rank; always raises `StepError`."""
-    left = "has left the loop over its batches and is " if own_calls.history().has_left else "is "
+    """Raise a `StepError` on every rank that names the ranks in another phase than most."""
+    state_prefix = "has left the loop over its batches and is " if own_calls.history().has_left else "is "
     ranks = dist.get_process_group_ranks(group)
-    sizes = [_LONGEST_PHASE] * len(ranks)
-    did = [text.rstrip(b"\0").decode() for text in _gather_bytes(f"{left}{phase}".encode(), sizes, group)]
-    by_phase = ranks_by_value(zip(ranks, did, strict=True))
-    usual = min(by_phase, key=lambda text: ("has left" in text, -len(by_phase[text])))
-    unusual = "; ".join(f"{ranks_text(of_phase)} {text}" for text, of_phase in by_phase.items() if text != usual)
-    raise StepError(f"{unusual}, while the other ranks are {usual.removeprefix('is ')}. {REMEDY}")
+    sizes = [_MAX_PHASE_BYTES] * len(ranks)
+    texts = [text.rstrip(b"\0").decode() for text in _gather_bytes(f"{state_prefix}{phase}".encode(), sizes, group)]
+    ranks_by_text = ranks_by_value(zip(ranks, texts, strict=True))
+    most_common_text = min(ranks_by_text, key=lambda text: ("has left" in text, -len(ranks_by_text[text])))
+    other_texts = []
+    for text, ranks_of_text in ranks_by_text.items():
+        if text != most_common_text:
+            other_texts.append(f"{ranks_text(ranks_of_text)} {text}")
+    raise StepError(
+        f"{'; '.join(other_texts)}, while the other ranks are {most_common_text.removeprefix('is ')}. {REMEDY}"
+    )
 
 
 def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None, *, names_rank_0: bool = False) -> list[T]:
     """Run ``compute`` on every rank; return all results, by rank of ``group``, or raise one error on every rank.
 
     Args:
-        compute: returns what pickle can carry. It may run collectives only if it cannot fail before them.
+        compute: returns an object that pickle can save. It may run collectives only if it cannot fail before them.
         group: the ranks that take part; None for the whole job, which is one rank without `torch.distributed`.
-        names_rank_0: whether a failure of rank 0 alone is its own, as it is for what every rank does for itself.
+        names_rank_0: whether the error names rank 0 if only rank 0 has failed. Set it if every rank does the same work,
+            and not if rank 0 works for all ranks.
 
     Caller: every rank of ``group``.
     Collectives: one `all_gather_bytes`, after ``compute``.
 
     Raises:
-        HeteroError: some rank broke a rule of ds_hetero's. It has the class of the first one and the messages of all.
-        PeerError: ranks failed in other ways alone.
+        HeteroError: a rank raised such an error. The class is that of the first rank's, the text has all messages.
+        PeerError: the errors of all ranks that failed are other exceptions.
     """
     own_error: Exception | None = None
     if dist.is_initialized() and group is None:
@@ -160,13 +174,15 @@ def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None, *,
     else:
         rows, payloads = all_gather_bytes(numbers, payload, group)
         ranks = dist.get_process_group_ranks(group)
-    failures = {
-        rank: _decode_failure(sent) for rank, sent, row in zip(ranks, payloads, rows, strict=True) if row == [1]
-    }
+    failures: dict[int, _Failure] = {}
+    for rank, payload_of_rank, row in zip(ranks, payloads, rows, strict=True):
+        if row == [1]:
+            failures[rank] = _decode_failure(payload_of_rank)
     if failures:
-        # Rank 0 alone reads files and searches schedules: its faults are the job's. But every rank writes checkpoints.
-        by_any_rank = names_rank_0 or any(failure.rule is CheckpointError for failure in failures.values())
-        raise _error_of(failures, unnamed=(ranks,) if by_any_rank else (ranks, ranks[:1])) from own_error
+        # Rank 0 reads files and searches schedules for all ranks, so its failure need not name the rank. But every rank
+        # writes checkpoints.
+        must_name_rank_0 = names_rank_0 or any(failure.rule is CheckpointError for failure in failures.values())
+        raise _error_of(failures, unnamed=(ranks,) if must_name_rank_0 else (ranks, ranks[:1])) from own_error
     return [pickle.loads(payload) for payload in payloads]
 
 
@@ -176,12 +192,13 @@ def encode_failure(error: Exception) -> bytes:
 
 
 def raise_failures(failures: Mapping[int, bytes], own_error: Exception | None, what: str) -> None:
-    """Raise on every rank if any rank failed; for callers whose own all_gather carried the failures.
+    """Raise on every rank if any rank failed; for callers that have gathered the failures themselves.
 
     Args:
         failures: `encode_failure` of every rank that failed, by global rank.
-        own_error: this rank's own error, which it raises as it is.
-        what: what failed, to complete "... on rank 1: KeyError: 'x'" on the other ranks.
+        own_error: this rank's error, which it raises unchanged.
+        what: subject and verb for the message, such as "the batch could not be read"; " on rank 1: KeyError: 'x'"
+            follows on the other ranks.
 
     Raises:
         HeteroError: as `on_all_ranks`.
@@ -195,33 +212,39 @@ def raise_failures(failures: Mapping[int, bytes], own_error: Exception | None, w
 
 
 class _Failure(NamedTuple):
-    """An error of one rank as the other ranks receive it."""
+    """An error of one rank, as the other ranks receive it."""
 
     class_name: str
     message: str
 
     @property
     def rule(self) -> type[HeteroError] | None:
-        """Return the class of the ds_hetero rule that was broken; None for any other error."""
-        named = getattr(errors, self.class_name, None)
-        return named if isinstance(named, type) and issubclass(named, HeteroError) else None
+        """The error's class if it is one of `ds_hetero.errors`; None for any other error."""
+        error_class = getattr(errors, self.class_name, None)
+        return error_class if isinstance(error_class, type) and issubclass(error_class, HeteroError) else None
 
     def __str__(self) -> str:
         return self.message if self.rule is not None else f"{self.class_name}: {self.message}"
 
 
 def _decode_failure(payload: bytes) -> _Failure:
+    """Return the failure that `encode_failure` has encoded."""
     return _Failure(*json.loads(payload))
 
 
 def _error_of(failures: Mapping[int, _Failure], unnamed: Sequence[Sequence[int]]) -> Exception:
-    """Make one error of failures by global rank, equal ones together; ``unnamed``: sets of ranks not to be named."""
+    """Return one error for the failures of all ranks; equal failures are one line.
+
+    Args:
+        failures: by global rank.
+        unnamed: lists of ranks; if exactly the ranks of a list share a failure, the text does not name them.
+    """
     ranks_by_failure: dict[_Failure, list[int]] = {}
     for rank, failure in failures.items():
         ranks_by_failure.setdefault(failure, []).append(rank)
     lines = []
     for failure, ranks in ranks_by_failure.items():
-        is_agreed = ranks in unnamed and failure.class_name == PeerError.__name__  # it names its ranks already
+        is_agreed = ranks in unnamed and failure.class_name == PeerError.__name__  # the message names ranks already
         if is_agreed or (ranks in unnamed and failure.rule is not None):
             lines.append(failure.message)
         else:

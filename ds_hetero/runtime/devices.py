@@ -1,4 +1,4 @@
-"""Device that this rank computes on, and its types."""
+"""Find the device on which this rank computes, its default dtype and its memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 
 from ds_hetero.errors import ConfigError
 
-_SPARE_MEMORY = 0.95  # of a device, for what grows with the work on it
+_USABLE_MEMORY_FRACTION = 0.95  # of a device's memory; chosen, never measured
 
 
 def default_device() -> torch.device:
-    """Return this rank's accelerator; the CPU where there is none, or where ``DS_ACCELERATOR`` says so.
+    """Return this rank's accelerator; the CPU if there is none, or if ``DS_ACCELERATOR=cpu`` is set.
 
     Raises:
-        ConfigError: the accelerator is neither an NVIDIA nor an AMD GPU. A build of torch for GPUs on a machine without
-            any has none.
+        ConfigError: the accelerator is neither an NVIDIA nor an AMD GPU.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
@@ -34,42 +33,45 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """The type that models are trained in there: bfloat16, float16 where the accelerator lacks it, float32 on CPUs."""
+    """Return the dtype in which models are trained on a device: bfloat16, or float16 without it; float32 on CPUs."""
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if has_native_bf16(device) else torch.float16
 
 
 def copied_to(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a table of the host's memory to a device, without waiting for what runs there.
+    """Copy a table from the host to a device without waiting for the device.
 
-    A copy from pageable memory waits for the device's stream, which inside a layer is a gap in every step.
+    A copy from pageable memory would wait for the device's stream: inside a layer, that is a gap in every step.
     """
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether products of bfloat16 run on the device as such: on NVIDIA GPUs from Ampere on, and on every CPU."""
+    """Whether a device has matmuls of bfloat16: NVIDIA GPUs from Ampere on, AMD GPUs, and every CPU."""
     if device.type == "cpu" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def collectives_library() -> tuple[str, str]:
-    """Name and version of what CUDA devices talk with: NCCL, or RCCL on AMD's."""
+    """Return name and version of the collectives library of this torch: NCCL, or RCCL for AMD GPUs."""
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return "RCCL" if torch.version.hip else "NCCL", ".".join(map(str, version))
 
 
 def device_memory_bytes() -> int:
-    """Memory of this rank's accelerator; 0 on the host, where ranks share it."""
+    """Return the memory of this rank's accelerator in bytes; 0 on the CPU, where ranks share memory."""
     device = default_device()
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def possible_growth(device: torch.device) -> float:
-    """Return the factor by which memory in use on this device could grow; infinity on the host."""
+    """Return the usable memory of a device divided by the peak that torch has allocated there; infinity on the CPU.
+
+    Below 1, the peak was higher than `_USABLE_MEMORY_FRACTION` of the device's memory.
+    """
     if device.type != "cuda":
         return inf
     total = torch.cuda.get_device_properties(device).total_memory
-    return _SPARE_MEMORY * total / max(torch.cuda.max_memory_allocated(device), 1)
+    return _USABLE_MEMORY_FRACTION * total / max(torch.cuda.max_memory_allocated(device), 1)

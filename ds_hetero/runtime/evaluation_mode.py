@@ -1,4 +1,4 @@
-"""Modules in evaluation for a while, with the modes that they had put back."""
+"""Put modules into evaluation mode for a while, and restore their modes afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation inside, but for layers that would not train any more after it."""
+    """Put a model into evaluation mode inside the context, and restore the modes of its modules afterwards.
+
+    Layers that could not be trained any more afterwards (`packs_in_evaluation`) stay in training mode.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     for module in training:
@@ -23,8 +26,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def packs_in_evaluation(module: nn.Module) -> bool:
-    """Whether a layer in evaluation puts its weights into a form for inference that does not train any more.
+    """Whether a layer in evaluation mode converts its weights to a format that cannot be trained.
 
-    bitsandbytes' layers of 4 bits do so on CPUs with AVX-512.
+    bitsandbytes' 4-bit layers do so on CPUs with AVX-512.
     """
     return hasattr(module, "support_avx512bf16_for_cpu")

@@ -1,7 +1,7 @@
-"""Switches of a model that ranks which train it together must have alike: what is trained, and autocast.
+"""Switches of a model that must be the same on all ranks that train it together: requires_grad, train(), autocast.
 
-They are compared before a forward that ranks share (`ds_hetero.runtime.attention.batch_layout`), since unlike ones
-change the sizes of messages in it, and once a step (`ds_hetero.runtime.step_checks.same_switches`).
+They are compared before a forward that ranks share (`ds_hetero.runtime.attention.batch_layout`), since unlike switches
+change the sizes of its messages, and once per step (`ds_hetero.runtime.step_checks.same_switches`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ REQUIRES_GRAD, TRAINING, AUTOCAST = "requires_grad", "training", "autocast"
 """Names of switches."""
 
 NO_GRADIENT = -1
-"""Stands for what is trained in a forward that takes no gradient."""
+"""Checksum of the trained parameters in a forward without gradients."""
 
-_WHAT = {
+_PROBLEMS = {
     REQUIRES_GRAD: "requires_grad of the model's parameters is not the same on all ranks",
     TRAINING: "train() and eval() of the model's modules are not the same on all ranks",
     AUTOCAST: "autocast, and its dtype, is not the same on all ranks in the forwards of a step",
@@ -37,31 +37,31 @@ def checksum(numbers: Iterable[int]) -> int:
     return crc32(bytes(min(int(number), 255) for number in numbers))
 
 
-def what_is_trained(parameters: Iterable[nn.Parameter]) -> int:
-    """Return a checksum of requires_grad by parameter; `NO_GRADIENT` where gradients are off."""
+def checksum_of_trained(parameters: Iterable[nn.Parameter]) -> int:
+    """Return a checksum of ``requires_grad`` of the parameters in order; `NO_GRADIENT` if gradients are off."""
     if not torch.is_grad_enabled():
         return NO_GRADIENT
     return checksum(parameter.requires_grad for parameter in parameters)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast on such a device; None where it is off."""
+    """Return the dtype of autocast for a type of device; None if autocast is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def unlike(switch: str, by_rank: Sequence[str]) -> ModelError:
-    """Return the error of ranks whose models are switched differently.
+def differing_switch_error(switch: str, by_rank: Sequence[str]) -> ModelError:
+    """Return the error for ranks on which a switch differs.
 
     Args:
-        switch: its name.
-        by_rank: what it is on each of the ranks.
+        switch: name of the switch, such as `AUTOCAST`.
+        by_rank: value of the switch on each rank, for people.
     """
     return ModelError(
-        f"{_WHAT[switch]}: by rank {list(by_rank)}. One process trains one model, and the ranks would train unlike "
+        f"{_PROBLEMS[switch]}: by rank {list(by_rank)}. One process trains one model, and the ranks would train unlike "
         f"ones. {_REMEDY[switch]}"
     )
 
 
-def by_checksum(checksums: Iterable[float]) -> list[str]:
-    """Checksums as messages show them: equal ones are read as equal."""
+def checksum_texts(checksums: Iterable[float]) -> list[str]:
+    """Return checksums as texts for a message, such as "checksum 0a1b2c3d"."""
     return [f"checksum {int(number):08x}" if number != NO_GRADIENT else "no gradient" for number in checksums]

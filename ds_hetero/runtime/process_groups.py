@@ -1,22 +1,22 @@
-"""Process groups that are usable before anything depends on them: made, used once by all, connected pair by pair.
+"""Make process groups and connect their ranks early, before a step depends on them.
 
-On NCCL three things happen late unless they are asked for early, and each blocks the thread that calls.
+NCCL does three things late unless a call makes them happen early, and each blocks the calling thread.
 
-* **A communicator** is made at the first call on its group, where ``init_process_group`` was given no ``device_id``.
-  That call has to come from all ranks of the group: torch calls anything else undefined (docstring of
-  ``batch_isend_irecv``). So `ProcessGroups.of` lets all ranks of a new group use it once. With a ``device_id``, as
-  DeepSpeed gives it, ``new_group`` makes the communicator on all its ranks (torch 2.13, distributed_c10d.py,
-  _new_process_group_helper: eager_connect_single_device; ProcessGroupNCCL::pointToPoint then takes that one), and the
-  call is not needed for it. It is made all the same: by it NCCL connects the ranks for sums, which also blocks, and a
-  group that does not work fails at its making. That costs the buffers of a ring where a group carries messages alone;
-  the self-test's line "memory of a communicator" says how many bytes they are.
+* **A communicator** is made at the first call on its group, if ``init_process_group`` got no ``device_id``. All ranks
+  of the group have to make that call: torch calls anything else undefined (docstring of ``batch_isend_irecv``). So
+  `ProcessGroups.of` lets all ranks of a new group run one all_reduce. With a ``device_id``, as DeepSpeed passes it,
+  ``new_group`` itself makes the communicator on all its ranks (torch 2.13, distributed_c10d.py,
+  _new_process_group_helper: eager_connect_single_device; ProcessGroupNCCL::pointToPoint then takes that one). The
+  all_reduce is run nevertheless: by it NCCL connects the ranks for reductions, which also blocks, and a group that does
+  not work fails at once. In a group that only carries messages, this costs the buffers of a ring; the self-test's line
+  "memory of a communicator" shows how many bytes.
 * **A connection** of two ranks is made at their first message, one for each direction and communicator. Inside
-  ``ncclGroupEnd`` the host waits there until the peer makes the matching call (NCCL 2.30, transport.cc,
-  ncclTransportP2pSetup; so it is said in NVIDIA/nccl#783), whatever streams could run meanwhile. A stage that asks for
-  a gradient before its first forward would stand still for ever, as the gradient comes of that forward. So
-  `Connections.make` sends one element each way that will be used, in one order on all ranks. An all-to-all is made of
-  messages, and needs them, too; collectives of other kinds connect among all their ranks at once.
-* **Buffers** of a connection are allocated when it is made, so only what will be used is connected.
+  ``ncclGroupEnd`` the host waits until the peer makes the matching call (NCCL 2.30, transport.cc,
+  ncclTransportP2pSetup; NVIDIA/nccl#783 says the same), even if other streams could run. A stage that posted the
+  receive of a gradient before its first forward would wait for ever, since the gradient depends on that forward. So
+  `Connections.make` sends one element in each direction that will be used, in one order on all ranks. An all-to-all
+  consists of messages, and needs connections as well; other collectives connect all their ranks at once.
+* **Buffers** of a connection are allocated when it is made, so only pairs that will be used are connected.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ Pair = tuple[int, int]
 
 
 class Connections:
-    """The pairs of ``group`` whose first message has passed."""
+    """The pairs of ranks of a group that have been connected by a first message."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._made: set[Pair] = set()
+        self._connected_pairs: set[Pair] = set()
 
     def make(self, pairs: Collection[Pair]) -> None:
-        """Connect those of ``pairs`` that are not yet connected.
+        """Connect the ``pairs`` that are not connected yet.
 
-        Caller: every rank that is in one of ``pairs``, with the same pairs, in the same order as whatever else blocks.
+        Caller: every rank in one of ``pairs``, with the same pairs; all ranks make their blocking calls in one order.
         Collectives: one batch of messages of one element, a send or receive for each new pair of this rank.
         """
-        new = sorted({(sender, receiver) for sender, receiver in pairs if sender != receiver} - self._made)
-        self._made.update(new)
+        pairs_of_two = {(sender, receiver) for sender, receiver in pairs if sender != receiver}
+        new_pairs = sorted(pairs_of_two - self._connected_pairs)
+        self._connected_pairs.update(new_pairs)
         rank = dist.get_rank()
         messages = []
-        for sender, receiver in new:
+        for sender, receiver in new_pairs:
             if rank not in (sender, receiver):
                 continue
             post, peer = (dist.isend, receiver) if rank == sender else (dist.irecv, sender)
@@ -66,45 +67,45 @@ class Connections:
 
 
 class ProcessGroups:
-    """Process groups by their ranks, made when they are first needed and kept for plans to come.
+    """Makes process groups when they are first needed, and returns the same groups for later plans.
 
     Every rank of the world must call `of` for the same groups in the same order.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
         self._connections: dict[ProcessGroup, Connections] = {}
 
     def of(self, ranks: Sequence[int], purpose: str = "") -> ProcessGroup:
-        """Return the group of ``ranks``, ascending; made and used once the first time.
+        """Return the group of ``ranks``, in ascending order; the first call makes it and uses it once.
 
         Args:
-            purpose: groups of the same ranks that must not wait for each other have different ones.
+            purpose: distinguishes groups of the same ranks, whose messages must not wait for each other.
 
         Caller: every rank of the world, members or not.
         Collectives: the first time one new_group, and one all_reduce of one element among ``ranks``.
         """
         key = tuple(sorted(ranks)), purpose
-        if key not in self._made:
+        if key not in self._groups:
             group = dist.new_group(list(key[0]), timeout=timeout_of_job())
-            self._made[key] = group
+            self._groups[key] = group
             if dist.get_rank() in key[0]:
                 with waiting_for_peers("making a process group"):
                     dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
-        return self._made[key]
+        return self._groups[key]
 
-    def made(self) -> list[tuple[tuple[int, ...], str, ProcessGroup]]:
-        """Return ranks, purpose and group of all that were made, in the order in which every rank made them."""
-        return [(ranks, purpose, group) for (ranks, purpose), group in self._made.items()]
+    def all_groups(self) -> list[tuple[tuple[int, ...], str, ProcessGroup]]:
+        """Return (ranks, purpose, group) of all groups, in the order in which every rank made them."""
+        return [(ranks, purpose, group) for (ranks, purpose), group in self._groups.items()]
 
     def connections_of(self, group: ProcessGroup) -> Connections:
-        """Return the connections of ``group``, which may have been made elsewhere; the same on every rank of it."""
+        """Return the connections of any ``group``, also one that was not made here."""
         return self._connections.setdefault(group, Connections(group))
 
     def close(self) -> None:
-        """Close all groups; nothing of a replica can be used afterwards."""
+        """Destroy all groups; replicas that use them cannot be used afterwards."""
         if dist.is_initialized():
-            for group in self._made.values():
+            for group in self._groups.values():
                 dist.destroy_process_group(group)
-        self._made.clear()
+        self._groups.clear()
         self._connections.clear()

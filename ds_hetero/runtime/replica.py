@@ -1,4 +1,4 @@
-"""A replica: the ranks that hold one sequence between them, and their process groups."""
+"""A replica: the ranks over which one sequence is split, and their process groups."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from ds_hetero.values.schedule import Group, Schedule
 class Replica:
     """This rank's place in its sequence-parallel replica.
 
-    Args:
-        far_group: the ranks of ``sp_group`` once more, for messages between nodes that nothing is to wait behind; None
-            where messages have tags, and none waits behind another one.
+    Attributes:
+        plan: of the whole job.
+        rank: global rank of this process.
+        sp_group: process group of all ranks of the replica, on which the ring sends its messages.
+        a2a_group: process group of this rank's all-to-all group; None if the rank is alone in it.
+        far_group: another process group of the ranks of ``sp_group``, for messages between nodes, so that no other
+            message waits behind them. None if the backend has tags, so that messages do not wait for each other.
     """
 
-    plan: Plan  # what all ranks of the job do
-    rank: int  # this process's global rank
-    sp_group: ProcessGroup  # process group of all ranks of the replica; the ring's point-to-point traffic runs on it
-    a2a_group: ProcessGroup | None  # process group of this rank's all-to-all group; None where the rank is alone in it
+    plan: Plan
+    rank: int
+    sp_group: ProcessGroup
+    a2a_group: ProcessGroup | None
     far_group: ProcessGroup | None = None
 
     @cached_property
@@ -47,12 +51,12 @@ class Replica:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas in the job; data parallelism runs over them."""
+        """Number of replicas in the job, over which data parallelism runs."""
         return len(self.plan.pipelines)
 
     @property
     def batch_split(self) -> BatchSplit | None:
-        """How the samples of an optimizer step are shared by the replicas; None where all take the same."""
+        """How the replicas share the samples of an optimizer step; None if all take the same number."""
         return self.plan.batch_split
 
     @property
@@ -62,13 +66,13 @@ class Replica:
 
     @property
     def sp_size(self) -> int:
-        """Ranks of the replica."""
+        """Number of ranks of the replica."""
         return self.schedule.sp_size
 
     @property
     def sp_rank(self) -> int:
         """This rank's index in the replica."""
-        return self.rank - self.ranks[0]
+        return self.rank - self.ranks[0]  # ranks of a schedule are consecutive
 
     @property
     def ring_position(self) -> int:
@@ -82,32 +86,35 @@ class Replica:
 
 
 def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
-    """Compare the plans of all ranks, then make every process group that they need.
+    """Compare the plans of all ranks, make the process groups of all replicas, and return this rank's replica.
 
     Args:
-        plan: of replicas, which together hold every rank of the world once; the same on every rank.
-        groups: those of the plans before, to be used again; left out, all are made anew.
+        plan: of replicas that together have every rank of the world once; the same on every rank.
+        groups: process groups of earlier plans, to be used again; None: make all groups.
 
     Caller: every rank of the world, at start and whenever the plan changes.
-    Collectives: one `on_all_ranks` with a fingerprint; one `ProcessGroups.of` for every replica, two where messages
-    between its hosts have a group of their own, and for every all-to-all group, in the same order on every rank.
+    Collectives: one `on_all_ranks` with a fingerprint; one `ProcessGroups.of` for every replica, another one if
+        messages between its hosts have their own group, and one for every all-to-all group, in the same order on every
+        rank.
 
     Raises:
-        ScheduleError: on every rank, when the plans differ between ranks or do not fit the world.
-        PlanError: on every rank, when the plan has pipelines of several stages.
+        ScheduleError: the plans differ between ranks, or do not fit the world; on every rank.
+        PlanError: the plan has pipelines of several stages; on every rank.
     """
     hosts = _expect_same_plan(plan)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if plan.ranks != tuple(range(world_size)):
         raise ScheduleError(
-            f"the schedules hold ranks {list(plan.ranks)}, the job has {world_size} processes; each needs one place."
+            f"the schedules hold ranks {list(plan.ranks)}, the job has {world_size} processes; each needs one place. "
+            "Plan for this number of ranks, or start as many processes as the plan has."
         )
     groups = ProcessGroups() if groups is None else groups
     replica: Replica | None = None
+    # In torch, all ranks of the world make a group together, so each rank also makes the groups of other replicas.
     for schedule in plan.schedules:
         sp_group = groups.of(schedule.ranks)
         far_group = None
-        if _has_far_group([hosts[of_replica] for of_replica in schedule.ranks]):
+        if _has_far_group([hosts[member] for member in schedule.ranks]):
             far_group = groups.of(schedule.ranks, "between nodes")
         a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:
@@ -119,25 +126,28 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
 
 @lru_cache(maxsize=64)
 def part_of_replica(replica: Replica, schedule: Schedule) -> Replica:
-    """Return the replica as lanes by heads see it: groups of ``schedule``, of the same ranks, over the group of all."""
+    """Return the replica with another schedule of the same ranks, whose all-to-alls run over all of them.
+
+    This is for a part of a placement in which other ranks exchange heads than in the replica's own schedule.
+    """
     if schedule == replica.schedule:
         return replica
     return replace(replica, plan=Plan.of_replicas([schedule]), a2a_group=replica.sp_group)
 
 
 def _has_far_group(hosts: Sequence[str]) -> bool:
-    """Whether messages between hosts get a communicator of their own, which costs memory: they hold up those behind."""
+    """Whether messages between hosts get a communicator of their own, since they delay the messages behind them."""
     return len(set(hosts)) > 1 and pairs_by_order()
 
 
 def _expect_same_plan(plan: Plan) -> list[str]:
-    """Raise on every rank if the ranks do not hold the same plan; return the host of each."""
-    told = on_all_ranks(lambda: (plan.fingerprint, socket.gethostname()))
-    by_rank = [fingerprint for fingerprint, _ in told]
+    """Return the host of each rank. Raises `ScheduleError` on every rank: the plans of the ranks differ."""
+    plans_and_hosts = on_all_ranks(lambda: (plan.fingerprint, socket.gethostname()))
+    by_rank = [fingerprint for fingerprint, _ in plans_and_hosts]
     if len(set(by_rank)) > 1:
         raise ScheduleError(
             "the ranks do not hold the same schedule: fingerprints by rank are "
             f"{[f'{fingerprint & 0xFFFFFFFF:08x}' for fingerprint in by_rank]}. "
             "Give every node the same ds_config.json, schedule and cluster files, and the same version of ds_hetero."
         )
-    return [host for _, host in told]
+    return [host for _, host in plans_and_hosts]

@@ -1,4 +1,4 @@
-"""Clock of a step: where its time goes on this rank, measured without making the device wait.
+"""Measure how a step spends its time on this rank, without making the device wait.
 
 A step has passes, forward and backward of its micro-batches, and a pass has phases. A replica of one stage runs its
 passes in the engine's forward and backward:
@@ -7,26 +7,26 @@ passes in the engine's forward and backward:
     with clock.backward():                           around its backward
     clock.note_gradients()                           inside: the gradients have been computed
 
-and a stage of a pipeline says when a pass begins and how far it is:
+A stage of a pipeline calls these instead:
 
-    clock.start_pass(FORWARD, 3)                     the rank asks for what the pass needs
-    clock.mark()                                     it is there
+    clock.start_pass(FORWARD, 3)                     the rank is ready for the pass
+    clock.mark()                                     the input of the pass has arrived
     clock.mark()                                     the pass has been computed
-    clock.mark()                                     its result is on its way
+    clock.mark()                                     its result is being sent
     clock.join()                                     all ranks have ended their passes
 
-Alike in both:
+Both call:
 
     with clock.phase(ATTENTION, "attention"):        names a range in a torch profiler's trace, and times it
     with clock.optimizer_step():                     around the engine's step
     clock.end_step()                                 after each optimizer step
     clock.pop_finished()                             returns the `StepTimes` of the steps that the device has finished
-    clock.latest_ranges()                            returns the ranges of the last one of them, by name
+    clock.latest_ranges()                            returns the named ranges of the last of these steps
 
-On CUDA a moment is an event on the current stream, read after it has happened, so waiting for another rank counts
-where the stream waits. Elsewhere it is the wall clock of the computing thread. A phase inside another one, or on a
-stream other than the forward's, gets its name in the trace but no time of its own. Moments of different ranks are on
-clocks of their own; `ds_hetero.job.pipeline_times` brings them together.
+On CUDA a time mark is an event on the current stream, which is read after it has happened. So waiting for another rank
+counts in the phase in which the stream waits. Elsewhere it is the wall clock of the computing thread. A phase inside
+another phase, or on another stream than the forward's, has a name in the trace, but no time. Every rank has its own
+clock; `ds_hetero.job.pipeline_times` aligns them.
 """
 
 from __future__ import annotations
@@ -44,61 +44,73 @@ from torch.profiler import record_function
 
 from ds_hetero.values.plans.timetable import BACKWARD, FORWARD
 
-ATTENTION = "attention"  # kernels, and the merging of what they return
-ALL_TO_ALL = "all_to_all"  # packing, moving, and waiting for the slowest of the group
+ATTENTION = "attention"  # kernels, and merging their results
+ALL_TO_ALL = "all_to_all"  # packing, sending, and waiting for the slowest rank of the group
 RING_WAIT = "ring_wait"  # waiting for KV or its gradient to arrive, or to be sent
 IDLE = "idle"  # waiting in any other collective
-SYNC = "sync"  # gradients of pipelines to their owners, new values back
+SYNC = "sync"  # sending gradients of pipelines to their owners, and new values back
 
 RANGE_PREFIX = "ds_hetero."  # of the names in a torch profiler's trace
 _IN_BLOCK = (ATTENTION, ALL_TO_ALL, RING_WAIT)
-_KEPT_STEPS = 256  # older ones that were not popped are dropped
-_MOMENTS = 4  # of a pass
-_COMPUTING = 2  # moments of a pass that is being computed
+_KEPT_STEPS = 256  # older steps that were not popped are dropped
+_MARKS_OF_PASS = 4  # asked, begin, end, sent
+_MARKS_COMPUTING = 2  # that a pass has while it is computed
 
-_Mark = Any  # a moment: perf_counter's seconds, or a CUDA event
+_Mark = Any  # a time mark: perf_counter's seconds, or a CUDA event
 
 
 class PassTimes(NamedTuple):
-    """One pass of one micro-batch; seconds since the step began on this rank."""
+    """Times of one pass of one micro-batch, in seconds since the step began on this rank.
 
-    kind: str  # `ds_hetero.values.plans.timetable.FORWARD` or ``BACKWARD``
-    micro_batch: int  # its number
-    asked_s: float  # the rank was ready for it
+    Attributes:
+        kind: `ds_hetero.values.plans.timetable.FORWARD` or ``BACKWARD``.
+        micro_batch: its number.
+        ready_s: when the rank was ready for the pass.
+        begin_s: when its input had arrived.
+        end_s: when it had been computed; for a backward of a replica, when its last exchange had ended.
+        sent_s: when its result was being sent, and the rank was free.
+        layers_s: seconds that a forward spent in the layers of a stage, without embedding and head.
+    """
+
+    kind: str
+    micro_batch: int
+    ready_s: float
     begin_s: float
-    end_s: float  # it was computed; a backward of a replica, up to its last exchange
-    sent_s: float  # its result was on its way, and the rank was free
-    layers_s: float = 0.0  # seconds of a forward in the layers of a stage, without what is before and after them
+    end_s: float
+    sent_s: float
+    layers_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """One optimizer step on one rank.
+    """Times and counts of one optimizer step on one rank.
 
     Args:
-        model_s: of passes outside those phases: the rank's work that grows with its tokens. The rest of `step_s` is the
-            optimizer, the loader, the host, and collectives that run on streams of their own.
+        joined_s: time from the end of the step before until all ranks had ended their passes; 0 if ranks do not wait
+            for that.
+        model_s: time of passes outside the phases: the rank's work that grows with its tokens. The remaining part of
+            ``step_s`` is the optimizer, the loader, the host, and collectives on other streams.
     """
 
-    number: int = 0  # of the step, since the clock was made; the same on every rank
+    number: int = 0  # index of the step since the clock was made; the same on every rank
     step_s: float  # since the end of the step before
-    joined_s: float = 0.0  # from the same moment, until all ranks had ended their passes; 0 where that is not awaited
+    joined_s: float = 0.0
     attention_s: float  # in the phases of kind `ATTENTION`
     all_to_all_s: float  # in the phases of kind `ALL_TO_ALL`
     ring_wait_s: float  # in the phases of kind `RING_WAIT`
     idle_s: float  # in the phases of kind `IDLE`
     sync_s: float = 0.0  # in the phases of kind `SYNC`
     model_s: float
-    attention_flops: int  # per pair, head and element of a head: 4 in a forward, 10 in the backward
-    attention_backward_flops: int  # the backward's part of them
-    tokens: int  # held by this rank, of all rows and micro-batches
+    attention_flops: int  # for each pair of query and key, head and element of a head: 4 forward, 10 backward
+    attention_backward_flops: int  # the backward's part of ``attention_flops``
+    tokens: int  # of this rank, in all rows and micro-batches
     length: int  # tokens of the longest sequence over all ranks
     passes: tuple[PassTimes, ...] = ()  # in the order in which they ran
 
 
 @dataclass(frozen=True, slots=True)
 class NamedRange:
-    """One range of a step, as a torch profiler's trace shows it."""
+    """A named range of a step, as in a torch profiler's trace."""
 
     name: str  # with `RANGE_PREFIX`
     start_s: float  # since the step began on this rank
@@ -106,29 +118,34 @@ class NamedRange:
 
 
 class Clock:
-    """Names phases for a profiler and measures nothing."""
+    """A clock that names phases for a profiler, and measures nothing."""
 
     def phase(self, kind: str, name: str) -> AbstractContextManager[object]:
-        """Name the range inside: one of this module's constants, and in the trace ``ds_hetero.`` and the name."""
+        """Return a context that is a named range in a profiler's trace.
+
+        Args:
+            kind: kind of phase, one of this module's constants, such as `ATTENTION`.
+            name: name of the range, to which the trace prepends ``ds_hetero.``.
+        """
         return _named(name)
 
     def count_attention(self, flops: int, backward: bool) -> None:
-        """Count operations of attention; see `StepTimes`."""
+        """Count FLOPs of attention; see `StepTimes`."""
 
     def count_batch(self, rows: int, tokens: int, length: int) -> None:
-        """Count a micro-batch of ``rows`` sequences of ``length`` tokens, of which this rank holds ``tokens`` each."""
+        """Count a micro-batch of ``rows`` sequences of ``length`` tokens, of each of which this rank has ``tokens``."""
 
     def start_pass(self, kind: str, micro_batch: int) -> None:
         """Begin a pass; three calls of `mark` follow."""
 
     def mark(self) -> None:
-        """Take the next moment of the pass that was started last."""
+        """Take the next time mark of the pass that was started last."""
 
     def enter_layers(self) -> None:
-        """Take note that the first layer of the stage begins."""
+        """Note that the first layer of the stage begins."""
 
     def leave_layers(self) -> None:
-        """Take note that the last layer of the stage has ended."""
+        """Note that the last layer of the stage has ended."""
 
 
 UNTIMED = Clock()
@@ -136,33 +153,34 @@ _UNNAMED = nullcontext()
 
 
 def _named(name: str) -> AbstractContextManager[object]:
-    """Return the range of a name in torch's profiler; nothing where none runs, since naming takes 6 us."""
+    """Return a range in torch's profiler; an empty context if no profiler runs, since a range takes 6 us."""
     return record_function(RANGE_PREFIX + name) if profiler._is_profiler_enabled else _UNNAMED
 
 
 @dataclass
 class _Pass:
-    """Record of a pass; ``first`` and ``last`` are indices of the ranges in it."""
+    """Time marks of one pass, as `StepClock` takes them, and the named ranges that the pass contains."""
 
     kind: str
     micro_batch: int
-    moments: list[_Mark]
-    first: int = 0
-    last: int = 0
-    of_layers: list[_Mark] = field(default_factory=list)  # begin and end of the stage's layers
+    marks: list[_Mark]
+    first: int = 0  # index of the first range in it
+    last: int = 0  # index behind the last range in it
+    layer_marks: list[_Mark] = field(default_factory=list)  # begin and end of the stage's layers
 
 
 @dataclass
 class _Step:
-    """Record of a step."""
+    """Time marks and counts of one step, as `StepClock` takes them; `StepTimes` is made from them."""
 
     number: int = 0
     begin: _Mark | None = None
     joined: _Mark | None = None
     end: _Mark | None = None
-    ranges: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of ranges
-    calls: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)  # forwards, backwards and steps of the engine
+    ranges: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)  # (kind, begin, end) of each phase
+    names: list[str] = field(default_factory=list)  # of the ranges
+    # (name, begin, end) of forwards, backwards and steps of the engine
+    calls: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)
     passes: list[_Pass] = field(default_factory=list)
     is_training: bool = True
     attention_flops: int = 0
@@ -171,21 +189,26 @@ class _Step:
     length: int = 0
 
     def add_pass(self, kind: str, begin: _Mark, end: _Mark, first: int, last: int) -> None:
-        """Record a pass that waits for no message and sends none."""
-        micro_batch = sum(one.kind == kind for one in self.passes)
+        """Record a pass that receives and sends no message; its ranges are [``first``, ``last``)."""
+        micro_batch = sum(record.kind == kind for record in self.passes)
         self.passes.append(_Pass(kind, micro_batch, [begin, begin, end, end], first, last))
 
 
 class StepClock(Clock):
-    """Measures this rank's steps. ``device``: where this rank computes."""
+    """Measures this rank's steps.
+
+    Args:
+        device: on which this rank computes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._now, self._elapsed_s, self._is_over, self._stream = _events() if device.type == "cuda" else _wall_clock()
         self._main_stream = 0
         self._step = _Step()
         self._pending: deque[_Step] = deque(maxlen=_KEPT_STEPS)
-        self._inside = False
-        self._gradients: tuple[_Mark, int] | None = None  # moment and ranges when those of a backward were computed
+        self._is_in_phase = False
+        # The mark at which the gradients of the present backward were computed, and the number of ranges until then.
+        self._gradients: tuple[_Mark, int] | None = None
         self._latest: _Step | None = None
 
     def phase(self, kind: str, name: str) -> AbstractContextManager[object]:
@@ -193,31 +216,31 @@ class StepClock(Clock):
         return _Phase(self, kind, name)
 
     def begin_phase(self) -> _Mark | None:
-        """Return the moment at which a phase begins; None for one that takes no time of its own."""
-        if self._inside or self._stream() != self._main_stream:
+        """Return the mark at which a phase begins; None for a phase that is named only, and not timed."""
+        if self._is_in_phase or self._stream() != self._main_stream:
             return None
-        self._inside = True
+        self._is_in_phase = True
         return self._now()
 
     def end_phase(self, kind: str, name: str, begin: _Mark) -> None:
         """End the phase that `begin_phase` has begun."""
         self._step.ranges.append((kind, begin, self._now()))
         self._step.names.append(name)
-        self._inside = False
+        self._is_in_phase = False
 
     def count_attention(self, flops: int, backward: bool) -> None:
-        """Count operations of attention."""
+        """Count FLOPs of attention."""
         self._step.attention_flops += flops
         self._step.attention_backward_flops += flops if backward else 0
 
     def count_batch(self, rows: int, tokens: int, length: int) -> None:
-        """Count a micro-batch."""
+        """Count a micro-batch; see `Clock.count_batch`."""
         self._step.tokens += rows * tokens
         self._step.length = max(self._step.length, length)
 
     @contextmanager
     def forward(self, training: bool) -> Iterator[None]:
-        """Time a forward; a step with an evaluation in it says nothing about training and is dropped."""
+        """Time a forward; a step with a forward of evaluation is dropped, since it shows nothing of training."""
         with _named("forward"):
             self._main_stream = self._stream()
             step, begin = self._step, self._now()
@@ -237,8 +260,9 @@ class StepClock(Clock):
         """Time a backward.
 
         Args:
-            exchanges: between its layers. Then it is timed up to the last of them: what follows may be a wait for
-                gradients of other ranks. Without, up to `note_gradients`, less the collectives on this stream.
+            exchanges: whether its layers exchange messages. Then it is timed up to the last exchange, since it may wait
+                for gradients of other ranks after that. Otherwise it is timed up to `note_gradients`, without the
+                collectives on this stream.
         """
         with _named("backward"):
             step, begin = self._step, self._now()
@@ -253,12 +277,12 @@ class StepClock(Clock):
                     if in_block:
                         step.add_pass(BACKWARD, begin, step.ranges[in_block[-1]][2], first, in_block[-1] + 1)
                 elif gradients is not None:
-                    moment, last = gradients
-                    step.add_pass(BACKWARD, begin, moment, first, last)
+                    mark_of_gradients, last = gradients
+                    step.add_pass(BACKWARD, begin, mark_of_gradients, first, last)
                 step.calls.append(("backward", begin, end))
 
     def note_gradients(self) -> None:
-        """Take note that the backward that runs has computed its gradients; what it does next is to exchange them."""
+        """Note that the present backward has computed its gradients, and will now exchange them."""
         self._gradients = self._now(), len(self._step.ranges)
 
     def start_pass(self, kind: str, micro_batch: int) -> None:
@@ -269,44 +293,44 @@ class StepClock(Clock):
         step.passes.append(_Pass(kind, micro_batch, [begin]))
 
     def mark(self) -> None:
-        """Take the next moment of the pass that was started last."""
+        """Take the next time mark of the pass that was started last."""
         current, num_ranges = self._step.passes[-1], len(self._step.ranges)
-        current.moments.append(self._now())
-        if len(current.moments) == _COMPUTING:
+        current.marks.append(self._now())
+        if len(current.marks) == _MARKS_COMPUTING:
             current.first = current.last = num_ranges
-        elif len(current.moments) == _COMPUTING + 1:
+        elif len(current.marks) == _MARKS_COMPUTING + 1:
             current.last = num_ranges
             name = "forward" if current.kind == FORWARD else "backward"
-            self._step.calls.append((name, current.moments[-2], current.moments[-1]))
+            self._step.calls.append((name, current.marks[-2], current.marks[-1]))
 
     def enter_layers(self) -> None:
-        """Take note that the first layer begins; layers that a backward computes again do not count."""
+        """Note that the first layer begins, unless a backward computes the layers again."""
         if (current := self._computed_forward) is not None:
-            current.of_layers = [self._now()]
+            current.layer_marks = [self._now()]
 
     def leave_layers(self) -> None:
-        """Take note that the last layer has ended."""
-        if (current := self._computed_forward) is not None and len(current.of_layers) == 1:
-            current.of_layers.append(self._now())
+        """Note that the last layer has ended."""
+        if (current := self._computed_forward) is not None and len(current.layer_marks) == 1:
+            current.layer_marks.append(self._now())
 
     @property
     def _computed_forward(self) -> _Pass | None:
-        """The forward that is being computed."""
+        """The forward that is being computed, if any."""
         latest = self._step.passes[-1] if self._step.passes else None
-        is_computing = latest is not None and latest.kind == FORWARD and len(latest.moments) == _COMPUTING
+        is_computing = latest is not None and latest.kind == FORWARD and len(latest.marks) == _MARKS_COMPUTING
         return latest if is_computing else None
 
     def join(self) -> None:
-        """Take note that all ranks have ended their passes."""
+        """Note that all ranks have ended their passes."""
         self._step.joined = self._now()
 
     def drop_step(self) -> None:
-        """Drop the step that runs: an evaluation in it says nothing about training."""
+        """Do not report the present step, since it has a forward of evaluation."""
         self._step.is_training = False
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
-        """Name and time the engine's step, which is in no phase of its own."""
+        """Name and time the engine's step, which is not a phase."""
         with _named("step"):
             step, begin = self._step, self._now()
             try:
@@ -316,7 +340,7 @@ class StepClock(Clock):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let `running_clock` return this clock inside, for code that a framework calls and not we."""
+        """Let `running_clock` return this clock inside the context, for code that a framework calls."""
         global _running
         before, _running = _running, self
         try:
@@ -325,9 +349,10 @@ class StepClock(Clock):
             _running = before
 
     def end_step(self) -> None:
-        """End a step; the next one begins here. Steps with a pass that was broken off are dropped."""
+        """End a step, and begin the next one. A step with an unfinished pass is dropped."""
         step, now = self._step, self._now()
-        if step.begin is not None and step.is_training and all(len(one.moments) == _MOMENTS for one in step.passes):
+        is_complete = all(len(record.marks) == _MARKS_OF_PASS for record in step.passes)
+        if step.begin is not None and step.is_training and is_complete:
             step.end = now
             self._pending.append(step)
         self._step = _Step(number=step.number + 1, begin=now)
@@ -346,7 +371,7 @@ class StepClock(Clock):
         return finished
 
     def latest_ranges(self) -> list[NamedRange]:
-        """Return the ranges of the step that was popped last, by their begin; none before the first one."""
+        """Return the ranges of the step that was popped last, by their begin; [] before the first one."""
         step, elapsed = self._latest, self._elapsed_s
         if step is None:
             return []
@@ -358,12 +383,16 @@ class StepClock(Clock):
         return sorted(ranges, key=lambda named_range: (named_range.start_s, -named_range.stop_s))
 
     def _read(self, step: _Step) -> StepTimes:
+        """Return the times between the marks of a step that the device has finished."""
         elapsed = self._elapsed_s
         seconds = [elapsed(begin, end) for _, begin, end in step.ranges]
         total = dict.fromkeys((*_IN_BLOCK, IDLE, SYNC), 0.0)
         for (kind, _, _), second in zip(step.ranges, seconds, strict=True):
             total[kind] += second
-        model_s = sum(elapsed(*one.moments[1:3]) - sum(seconds[one.first : one.last]) for one in step.passes)
+        model_s = 0.0
+        for record in step.passes:
+            ranges_s = sum(seconds[record.first : record.last])
+            model_s += elapsed(*record.marks[1:3]) - ranges_s
         return StepTimes(
             number=step.number,
             step_s=elapsed(step.begin, step.end),
@@ -378,17 +407,18 @@ class StepClock(Clock):
             attention_backward_flops=step.attention_backward_flops,
             tokens=step.tokens,
             length=step.length,
-            passes=tuple(self._read_pass(step.begin, one) for one in step.passes),
+            passes=tuple(self._read_pass(step.begin, record) for record in step.passes),
         )
 
-    def _read_pass(self, begin: _Mark, one: _Pass) -> PassTimes:
-        asked_s, begin_s, end_s, sent_s = (self._elapsed_s(begin, moment) for moment in one.moments)
-        layers_s = self._elapsed_s(*one.of_layers) if len(one.of_layers) == 2 else 0.0
-        return PassTimes(one.kind, one.micro_batch, asked_s, begin_s, end_s, sent_s, layers_s)
+    def _read_pass(self, begin: _Mark, record: _Pass) -> PassTimes:
+        """Return the times of a pass, relative to the mark ``begin`` of its step."""
+        ready_s, begin_s, end_s, sent_s = (self._elapsed_s(begin, mark) for mark in record.marks)
+        layers_s = self._elapsed_s(*record.layer_marks) if len(record.layer_marks) == 2 else 0.0
+        return PassTimes(record.kind, record.micro_batch, ready_s, begin_s, end_s, sent_s, layers_s)
 
 
 class _Phase:
-    """A phase of a `StepClock`; a class, because layers of many documents have hundreds of them."""
+    """A phase of a `StepClock`. A class is faster than a generator, and layers of many documents have hundreds."""
 
     __slots__ = ("_begin", "_clock", "_kind", "_name", "_named")
 
@@ -415,14 +445,17 @@ def running_clock() -> Clock:
 
 
 _Reading = tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool], Callable[[], int]]
-"""How to take the time, the seconds between two moments, whether one is over, and the stream that work goes to."""
+"""Functions that take a mark, measure the seconds between two, tell if one has happened, and return the stream."""
 
 
 def _wall_clock() -> _Reading:
+    """Return the functions that take and read time marks on a device without streams: seconds of perf_counter."""
     return time.perf_counter, lambda begin, end: float(end - begin), lambda mark: True, lambda: 0
 
 
 def _events() -> _Reading:
+    """Return the functions that take and read time marks on CUDA: events on the current stream."""
+
     def now() -> _Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()

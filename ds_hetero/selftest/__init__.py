@@ -1,1 +1,1 @@
-"""Does everything that training needs work on these ranks? What ``ds-hetero selftest`` runs, one file per check."""
+"""The checks of ``ds-hetero selftest``, one file per check: do the ranks do all that training needs, and correctly?"""

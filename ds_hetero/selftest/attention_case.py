@@ -1,8 +1,10 @@
-"""A case of attention, and how far this rank's part of it is from the definition."""
+"""Compare attention over the ranks of a replica with its definition in float64, on this rank's tokens."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,30 +16,47 @@ from ds_hetero.runtime.documents import Documents, rows_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placement, stream_placement
 
-_ROWS_OF_SCORES = 1024  # of scores in memory: of 4 heads and 8,256 keys 0.27 GB in float64, beside some copies
+# Query rows whose scores are in memory at a time: with 4 heads and 8,256 keys 0.27 GB in float64, beside some copies.
+_QUERY_ROWS_AT_A_TIME = 1024
 
-# Of the largest entry. Sums in another order, and for 16-bit types a few roundings of inputs, outputs and gradients.
+# Largest error that passes, as a fraction of the largest entry. Kernels and ranks add up in another order than the
+# definition; in 16-bit types inputs, outputs and gradients are rounded a few times, too.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
-    """Case of attention."""
+class AttentionCase:
+    """What a kernel is tried on: the options of an attention layer, dtype, head size, and documents of the sequence."""
 
     spec: AttentionSpec  # of the layer, without sinks
-    dtype: torch.dtype
+    dtype: torch.dtype  # of q, k, v and the output
     head_dim: int  # D
-    documents: Documents | None = None  # of the one row; None for one document
-    with_sinks: bool = False  # a sink for every head
+    documents: Documents | None = None  # [start, stop) of each document in the sequence; None for a single one
+    with_sinks: bool = False  # whether every head has a sink
+
+
+class _WholeTensors(NamedTuple):
+    """Inputs of attention for all tokens of the sequence, the same on every rank; ``[1, heads, tokens, D]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor  # gradient of the output
+    sinks: Tensor | None  # [H]
 
 
 def largest_error(
-    case: Case, replica: Replica, length: int, device: torch.device, placement: Placement | None = None
+    case: AttentionCase, replica: Replica, length: int, device: torch.device, placement: Placement | None = None
 ) -> float:
-    """Error of this rank's part of output and gradients, relative to the largest entry of each.
+    """Return the largest error of this rank's output and gradients, as a fraction of the largest entry.
+
+    The output is compared with the largest entry of the output, dq, dk and dv with the largest entry of all three.
+    A NaN in any of them is returned as NaN. A rank without tokens returns 0.
 
     Args:
-        placement: of the batch, whose spans are the case's documents; None to cut it by its length.
+        length: tokens of the sequence.
+        placement: which rank holds which tokens; its spans are the case's documents. None to derive it from the
+            replica's schedule and ``length``.
 
     Caller: every rank of the replica.
     Collectives: those of `attention`, forward and backward.
@@ -45,28 +64,31 @@ def largest_error(
     placement = stream_placement(replica.schedule, length) if placement is None else placement
     documents = case.documents or ((0, length),)
     layout = batch_layout(placement, rows_of([documents]))
-    whole, sinks = _tensors(case, replica, length, device)
-    expected = _expected(case, documents, whole, sinks)
-    mine = torch.tensor(placement.positions(replica.rank), dtype=torch.long, device=device)
-    q, k, v = (x.index_select(2, mine).detach().requires_grad_() for x in whole[:3])
-    out = attention(q, k, v, replica, layout, replace(case.spec, sinks=sinks))
-    torch.autograd.backward(out, whole[3].index_select(2, mine).transpose(1, 2))
-    found = [out.detach().transpose(1, 2), q.grad, k.grad, v.grad]
-    # Where a query sees one key dq is 0, and what is computed is the rounding of dP: gradients share one scale.
-    largest_gradient = max(x.abs().max() for x in expected[1:])
-    scales = [expected[0].abs().max(), largest_gradient, largest_gradient, largest_gradient]
-    errors = [
-        (have.double() - want.index_select(2, mine)).abs().max() / scale
-        for have, want, scale in zip(found, expected, scales, strict=True)
-        if have is not None and have.numel()
-    ]
-    return max((float(error) for error in errors), default=0.0)
+    full_inputs = _whole_tensors(case, replica, length, device)
+    expected = _expected(case, documents, full_inputs)
+    positions = torch.tensor(placement.positions(replica.rank), dtype=torch.long, device=device)
+    q, k, v = (
+        x.index_select(2, positions).detach().requires_grad_() for x in (full_inputs.q, full_inputs.k, full_inputs.v)
+    )
+    out = attention(q, k, v, replica, layout, replace(case.spec, sinks=full_inputs.sinks))
+    torch.autograd.backward(out, full_inputs.dout.index_select(2, positions).transpose(1, 2))
+    computed = [out.detach().transpose(1, 2), q.grad, k.grad, v.grad]
+    # dq is 0 where a query sees one key, and its computed value is then the rounding of dP. So the three gradients
+    # share one scale.
+    expected_out, *expected_gradients = expected
+    largest_gradient = max(x.abs().max() for x in expected_gradients)
+    scales = [expected_out.abs().max(), largest_gradient, largest_gradient, largest_gradient]
+    errors = []
+    for local, full, scale in zip(computed, expected, scales, strict=True):
+        if local is not None and local.numel():
+            difference = local.double() - full.index_select(2, positions)
+            errors.append(float(difference.abs().max() / scale))
+    # `max` alone would skip a NaN that is not the first error.
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=0.0)
 
 
-def _tensors(
-    case: Case, replica: Replica, length: int, device: torch.device
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
-    """Return whole q, k, v and gradient of the output, alike on all ranks, and the sinks."""
+def _whole_tensors(case: AttentionCase, replica: Replica, length: int, device: torch.device) -> _WholeTensors:
+    """Draw q, k, v and the gradient of the output, equal on all ranks, and make the sinks if the case has some."""
     generator = torch.Generator().manual_seed(0)
     num_heads, num_kv_heads = replica.schedule.num_heads, replica.schedule.num_kv_heads
     q, k, v, dout = (
@@ -74,30 +96,32 @@ def _tensors(
         for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
     )
     sinks = torch.linspace(-1, 1, num_heads, device=device, dtype=case.dtype) if case.with_sinks else None
-    return (q, k, v, dout), sinks
+    return _WholeTensors(q, k, v, dout, sinks)
 
 
-def _expected(
-    case: Case, documents: Documents, whole: tuple[Tensor, Tensor, Tensor, Tensor], sinks: Tensor | None
-) -> list[Tensor]:
-    """Output, dq, dk and dv of the whole sequence in float64, some rows of scores at a time."""
-    q, k, v = (x.double().requires_grad_() for x in whole[:3])
-    number = torch.empty(q.shape[2], dtype=torch.long, device=q.device)
-    for index, (start, stop) in enumerate(documents):
-        number[start:stop] = index
-    at = torch.arange(q.shape[2], device=q.device)
-    visible = number[:, None] == number[None, :]
-    if case.spec.causal:
-        visible &= at[None, :] <= at[:, None]
-    if case.spec.window is not None:
-        visible &= at[None, :] > at[:, None] - case.spec.window
-    wide_sinks = None if sinks is None else sinks.double()
-    parts = []
-    for rows in torch.split(torch.arange(q.shape[2], device=q.device), _ROWS_OF_SCORES):
-        out = dense_attention(
-            q.index_select(2, rows), k, v, visible[rows], softcap=case.spec.softcap, sinks_H=wide_sinks
-        )
-        torch.autograd.backward(out, whole[3].double().index_select(2, rows))
-        parts.append(out.detach())
+def _expected(case: AttentionCase, documents: Documents, full_inputs: _WholeTensors) -> list[Tensor]:
+    """Compute output, dq, dk and dv for all tokens in float64, some query rows at a time."""
+    q, k, v = (x.double().requires_grad_() for x in (full_inputs.q, full_inputs.k, full_inputs.v))
+    visible = _visible(case.spec, documents, q.shape[2], q.device)
+    sinks_H = None if full_inputs.sinks is None else full_inputs.sinks.double()
+    out_by_rows = []
+    for rows in torch.split(torch.arange(q.shape[2], device=q.device), _QUERY_ROWS_AT_A_TIME):
+        out = dense_attention(q.index_select(2, rows), k, v, visible[rows], softcap=case.spec.softcap, sinks_H=sinks_H)
+        torch.autograd.backward(out, full_inputs.dout.double().index_select(2, rows))
+        out_by_rows.append(out.detach())
     gradients = [x.grad for x in (q, k, v) if x.grad is not None]
-    return [torch.cat(parts, dim=2), *gradients]
+    return [torch.cat(out_by_rows, dim=2), *gradients]
+
+
+def _visible(spec: AttentionSpec, documents: Documents, length: int, device: torch.device) -> Tensor:
+    """Return the mask ``[queries, keys]``: True for keys of the query's document, before it, and inside the window."""
+    document_by_token = torch.empty(length, dtype=torch.long, device=device)
+    for index, (start, stop) in enumerate(documents):
+        document_by_token[start:stop] = index
+    position = torch.arange(length, device=device)
+    visible = document_by_token[:, None] == document_by_token[None, :]
+    if spec.causal:
+        visible &= position[None, :] <= position[:, None]
+    if spec.window is not None:
+        visible &= position[None, :] > position[:, None] - spec.window
+    return visible

@@ -1,4 +1,4 @@
-"""The collectives of the runtime with parts of unequal size, zero included, over all ranks."""
+"""Run every collective that training uses over all ranks, with parts of unequal size, and compare the results."""
 
 from __future__ import annotations
 
@@ -15,42 +15,47 @@ from ds_hetero.selftest.session import Session
 
 
 def check_collectives(session: Session) -> Iterator[Line]:
-    """Yield one line per collective."""
+    """Yield one line of the report for each collective: whether its result is as expected."""
     for name, collective in _COLLECTIVES.items():
         with session.watch.call(name):
-            got, wanted = collective(session)
-            same = len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-            dist.barrier()  # gloo tells a message of the wrong size in the call after it: let that be this one
-        yield Line(name, "pass" if same else "fail", "" if same else "other values than were sent")
+            received, expected = collective(session)
+            is_right = len(received) == len(expected) and all(map(torch.equal, received, expected))
+            dist.barrier()  # gloo reports a message of the wrong size in the next call: the barrier is that call
+        yield Line(name, "pass" if is_right else "fail", "" if is_right else "other values than were sent")
 
 
 def _part_sizes(size: int) -> list[int]:
-    """Return elements of every rank's part: unequal, and none for the second rank."""
+    """Return how many elements each rank contributes to a collective: unequal numbers, and zero for rank 1."""
     return [0 if rank == 1 else 3 + 5 * rank for rank in range(size)]
 
 
 def _part(rank: int, session: Session) -> Tensor:
-    """Return the part of rank ``rank``."""
+    """Return the values that rank ``rank`` contributes: 100 * rank, 100 * rank + 1, ..."""
     return torch.arange(_part_sizes(session.size)[rank], device=session.device, dtype=torch.float32) + 100 * rank
 
 
+# Every function below runs one collective, and returns the tensors received and the tensors expected.
+
+
 def _all_reduce(session: Session) -> tuple[list[Tensor], list[Tensor]]:
+    """Run an all_reduce of rank + 1; return its result and the expected one."""
     x = torch.full((5,), float(session.rank + 1), device=session.device)
     dist.all_reduce(x)
     return [x], [torch.full_like(x, session.size * (session.size + 1) / 2)]
 
 
 def _all_to_all(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """Send the whole part of every rank to all ranks, and compare."""
+    """Send this rank's whole part to every rank, so that each receives the parts of all."""
     sizes = _part_sizes(session.size)
-    own = _part(session.rank, session)
-    received = own.new_empty(sum(sizes))
-    dist.all_to_all_single(received, own.repeat(session.size), sizes, [own.numel()] * session.size)
+    local_part = _part(session.rank, session)
+    received = local_part.new_empty(sum(sizes))
+    sent = local_part.repeat(session.size)
+    dist.all_to_all_single(received, sent, sizes, [local_part.numel()] * session.size)
     return list(torch.split(received, sizes)), [_part(rank, session) for rank in range(session.size)]
 
 
 def _reduce_scatter(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the reduction of ZeRO with unequal partitions."""
+    """Reduce gradients as ZeRO does with unequal partitions: rank r contributes r + 1 times every part."""
     parts = [_part(rank, session) for rank in range(session.size)]
     received = torch.empty_like(parts[session.rank])
     dist.reduce_scatter(received, [part * (session.rank + 1) for part in parts])
@@ -58,22 +63,23 @@ def _reduce_scatter(session: Session) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _broadcasts(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """Gather as ZeRO with unequal partitions does: one broadcast per owner, all under way at once."""
-    wanted = [_part(rank, session) for rank in range(session.size)]
-    got = [part.clone() if rank == session.rank else torch.empty_like(part) for rank, part in enumerate(wanted)]
-    works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(got) if part.numel()]
+    """Gather as ZeRO does with unequal partitions: one broadcast per owner, all started before the first wait."""
+    expected = [_part(rank, session) for rank in range(session.size)]
+    received = [torch.empty_like(part) for part in expected]
+    received[session.rank] = expected[session.rank].clone()
+    works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(received) if part.numel()]
     for work in works:
         work.wait()
-    return got, wanted
+    return received, expected
 
 
 def _messages(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a round of a ring: to the next rank, from the one before, posted together."""
-    to, source = (session.rank + 1) % session.size, (session.rank - 1) % session.size
+    """Make one step of a ring: send to the next rank and receive from the previous one, posted together."""
+    target, source = (session.rank + 1) % session.size, (session.rank - 1) % session.size
     sent = torch.full((7 + session.rank,), float(session.rank), device=session.device)
     received = torch.empty(7 + source, device=session.device)
     if session.size > 1:
-        operations = [dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, to)]
+        operations = [dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, target)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
     else:
@@ -82,7 +88,7 @@ def _messages(session: Session) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _bytes(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the small messages by which ranks agree."""
+    """Exchange short byte strings, as ranks do to agree on a decision; rank r sends r bytes."""
     _, texts = all_gather_bytes([session.rank], b"x" * session.rank)
     return [torch.tensor([len(text) for text in texts])], [torch.arange(session.size)]
 

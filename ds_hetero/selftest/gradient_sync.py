@@ -1,7 +1,8 @@
-"""Gradients of two replicas that cut their parameters differently: sums, and values that come back.
+"""Sync the gradients of two replicas that shard their parameters differently, and compare the updated values.
 
-Rank 0 holds every parameter whole, the other ranks hold shards of unequal size; several buckets leave in the backward.
-Values and gradients are small whole numbers, so that sums are exact in every type and order.
+The first replica is rank 0, with whole parameters. The second replica is all other ranks, with shards of unequal size.
+Several buckets are sent during the backward. Values and gradients are small integers, so that sums are exact in every
+type and order.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ _COLUMNS = 48
 
 
 def check_gradient_sync(session: Session) -> Iterator[Line]:
-    """Yield one line."""
+    """Yield one line: whether every parameter has the values that both replicas' gradients give."""
     if session.size == 1:
         yield Line(_NAME, "skip", "one process has nobody to add gradients with")
         return
     layouts = _layouts(session.size)
     dtypes = {name: session.trained_dtype if name == "rows" else torch.float32 for name in layouts}
-    values = {name: _whole_numbers(layout, dtypes[name], 0, session) for name, layout in layouts.items()}
+    values = {name: _random_integers(layout, dtypes[name], 0, session) for name, layout in layouts.items()}
     replica = min(session.rank, 1)
     with session.watch.call(_NAME):
         parameters = {
-            name: nn.Parameter(_part(values[name], layout.cuts[replica], session.rank))
+            name: nn.Parameter(_local_shard(values[name], layout.cuts[replica], session.rank))
             for name, layout in layouts.items()
         }
         _step(session, parameters, layouts, replica)
-    wrong = []
+    wrong_names = []
     for name, layout in layouts.items():
-        gradients = [_whole_numbers(layout, dtypes[name], 1 + of_replica, session) for of_replica in range(2)]
-        expected = _part(values[name] + gradients[0] + gradients[1], layout.cuts[replica], session.rank)
+        gradients = [_random_integers(layout, dtypes[name], 1 + number, session) for number in range(2)]
+        expected = _local_shard(values[name] + gradients[0] + gradients[1], layout.cuts[replica], session.rank)
         if not torch.equal(parameters[name].detach(), expected):
-            wrong.append(name)
-    if wrong:
-        yield Line(_NAME, "fail", f"other sums than of both replicas in {', '.join(wrong)}")
+            wrong_names.append(name)
+    if wrong_names:
+        yield Line(_NAME, "fail", f"other sums than of both replicas in {', '.join(wrong_names)}")
     else:
         yield Line(_NAME, "pass", f"rank 0 and {session.size - 1} shards, {len(layouts)} parameters")
 
@@ -52,12 +53,12 @@ def check_gradient_sync(session: Session) -> Iterator[Line]:
 def _step(
     session: Session, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, ParameterLayout], replica: int
 ) -> None:
-    """A backward, and a step that adds its gradient to every value."""
+    """Run a backward, add the synced gradients to the values on their owners, and gather the values."""
     sync = AsymmetricGradientSync(parameters, layouts, bucket_bytes=_SMALL_BUCKET_BYTES, groups=session.groups)
     terms = []
     for name, parameter in parameters.items():
-        gradient = _whole_numbers(layouts[name], parameter.dtype, 1 + replica, session)
-        terms.append((parameter * _part(gradient, layouts[name].cuts[replica], session.rank)).sum())
+        gradient = _random_integers(layouts[name], parameter.dtype, 1 + replica, session)
+        terms.append((parameter * _local_shard(gradient, layouts[name].cuts[replica], session.rank)).sum())
     torch.autograd.backward(terms)
     sync.finish()
     with torch.no_grad():
@@ -69,13 +70,16 @@ def _step(
 
 
 def _layouts(size: int) -> dict[str, ParameterLayout]:
-    """Whole on rank 0; cut by rows, by columns and by flat elements over the others."""
-    others = range(1, size)
-    weights = [1 + rank % 3 for rank in others]
+    """Return three parameters: whole on rank 0, on all other ranks sharded by rows, by columns, or by flat elements."""
+    sharding_ranks = range(1, size)
+    weights = [1 + rank % 3 for rank in sharding_ranks]
 
     def layout(shape: tuple[int, ...], dim: int | None) -> ParameterLayout:
+        """Shard a parameter along ``dim``; by flat elements for None."""
         units = torch.Size(shape).numel() if dim is None else shape[dim]
-        return ParameterLayout(shape, (Cut.whole(shape, 0), Cut.along(dim, tuple(others), share(units, weights))))
+        return ParameterLayout(
+            shape, (Cut.whole(shape, 0), Cut.along(dim, tuple(sharding_ranks), share(units, weights)))
+        )
 
     rows = 2 * size + 5
     return {
@@ -85,19 +89,19 @@ def _layouts(size: int) -> dict[str, ParameterLayout]:
     }
 
 
-def _whole_numbers(layout: ParameterLayout, dtype: torch.dtype, seed: int, session: Session) -> Tensor:
-    """Return random whole numbers from -9 to 9, the same on every rank."""
+def _random_integers(layout: ParameterLayout, dtype: torch.dtype, seed: int, session: Session) -> Tensor:
+    """Return random integers from -9 to 9 for the whole parameter, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 10, layout.shape, generator=generator).to(session.device, dtype)
 
 
-def _part(whole: Tensor, cut: Cut, rank: int) -> Tensor:
-    """Return the part of ``whole`` that a rank holds, which may be all of it."""
+def _local_shard(parameter: Tensor, cut: Cut, rank: int) -> Tensor:
+    """Return the shard of ``parameter`` that ``rank`` holds: all of it if the rank's replica does not shard it."""
     extent = cut.part(rank)
     assert extent is not None
     start, stop = extent
     if cut.dim is not None:
-        return whole.narrow(cut.dim, start, stop - start).clone()
-    if stop - start == whole.numel():
-        return whole.clone()
-    return whole.reshape(-1)[start:stop].clone()
+        return parameter.narrow(cut.dim, start, stop - start).clone()
+    if stop - start == parameter.numel():
+        return parameter.clone()
+    return parameter.reshape(-1)[start:stop].clone()

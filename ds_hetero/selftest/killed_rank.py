@@ -1,9 +1,9 @@
-"""A rank is killed in a job of processes of its own, and the others say who is gone, as in training.
+"""Kill one rank of a small job, and check that the other ranks end by themselves and name it, as in training.
 
-Every rank starts one process more on its device. These make a process group at the store of this test and add up
-tensors; the last one is killed (SIGKILL) between two sums. The others then wait for what never comes. They have to end
-by themselves, with a message that names the rank: by the backend's error where it gives one, as gloo does, and by the
-watch where it does not, as NCCL. A process ends with the rank that has started it, whose end it sees by its input.
+Every rank of the self-test starts a second process on its device. These processes form a process group over the
+self-test's store and add up tensors. The process of the last rank kills itself (SIGKILL) between two sums, so the
+others wait for a message that never comes. gloo raises an error then; NCCL raises none, and ds_hetero's watch has to
+notice the loss. A process also ends when the rank that has started it ends: its standard input is closed then.
 
     python -m ds_hetero.selftest.killed_rank        one of these processes; `check_killed_rank` sets its environment
 """
@@ -39,26 +39,26 @@ from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.session import Session
 
 _NAME = "killed rank"
-_TIMES = 2.0  # the limit of a call: torch is imported by a new process
-_STORE = "DS_HETERO_SELFTEST_STORE"  # in the environment of these processes: a name of our own
-_BEGIN = "waits since"
-_TAKEN = "CUDA-capable device(s) is/are busy"  # cudaErrorDevicesUnavailable, of devices in an exclusive compute mode
+_TIMES = 2.0  # limits of a call that a process may take: it imports torch
+_STORE = "DS_HETERO_SELFTEST_STORE"  # environment variable: prefix of the processes' keys in the self-test's store
+_BEGIN = "waits since"  # begins the line that a process prints before its last sum, with the time
+_DEVICE_BUSY = "CUDA-capable device(s) is/are busy"  # cudaErrorDevicesUnavailable: the compute mode is exclusive
 _ELEMENTS = 2**18
-_OTHERS_S = 5.0  # that rank 0 waits for what the others say: 0.1 on an idle machine, seconds on a busy one
-_LONGEST_MESSAGE = 200  # characters of a message that the table shows
+_SURVIVORS_S = 5.0  # seconds that rank 0 waits for the other survivors: idle machines need 0.1 s, busy ones seconds
+_MAX_MESSAGE_LENGTH = 200  # characters of a message that the table shows
 _COMMAND = [sys.executable, "-m", "ds_hetero.selftest.killed_rank"]
 
 
 class _Ending(NamedTuple):
     """How the process of a rank ended."""
 
-    code: int | None  # None if it had to be killed
-    seconds: float  # from its last call on
-    text: str  # the last line of its output
+    code: int | None  # exit code; None if the process hung and had to be killed
+    seconds: float  # from the begin of its last sum to its end
+    message: str  # the last error that it printed, or else its last line of output; see `_last_message`
 
 
 def check_killed_rank(session: Session) -> Iterator[Line]:
-    """Return one line: what the others said, and after how many seconds the last of them had ended."""
+    """Yield one line: the survivors' message, and the seconds until the last of them had ended."""
     if session.size == 1 or "MASTER_ADDR" not in os.environ:
         yield Line(_NAME, "skip", "one process has nobody who would miss it")
         return
@@ -70,26 +70,26 @@ def check_killed_rank(session: Session) -> Iterator[Line]:
 
 
 def _line(endings: list[_Ending]) -> Line:
-    """Return the verdict of all ranks, the same on each."""
+    """Return the line from the endings of all ranks, the same on every rank."""
     victim = len(endings) - 1
-    if any(_TAKEN in ending.text for ending in endings):
+    if any(_DEVICE_BUSY in ending.message for ending in endings):
         return Line(
             _NAME, "skip", "the device takes one process at a time: nvidia-smi --compute-mode=DEFAULT lets it try"
         )
     for rank, ending in enumerate(endings[:victim]):
         if ending.code is None:
-            return Line(_NAME, "fail", f"rank {rank} did not end after rank {victim} was killed. {ending.text}")
-        if ending.code == 0 or f"rank {victim} gone" not in ending.text:
-            return Line(_NAME, "fail", f"rank {rank} ended with {ending.code}, and does not name it: {ending.text}")
+            return Line(_NAME, "fail", f"rank {rank} did not end after rank {victim} was killed. {ending.message}")
+        if ending.code == 0 or f"rank {victim} gone" not in ending.message:
+            return Line(_NAME, "fail", f"rank {rank} ended with {ending.code}, and does not name it: {ending.message}")
     if endings[victim].code != -signal.SIGKILL:
-        text = endings[victim].text
-        return Line(_NAME, "fail", f"rank {victim} ended before it was killed, with {endings[victim].code}: {text}")
+        code, message = endings[victim].code, endings[victim].message
+        return Line(_NAME, "fail", f"rank {victim} ended before it was killed, with {code}: {message}")
     slowest_s = max(ending.seconds for ending in endings[:victim])
-    return Line(_NAME, "pass", f"the others ended after {slowest_s:.1f} s: {endings[0].text}")
+    return Line(_NAME, "pass", f"the others ended after {slowest_s:.1f} s: {endings[0].message}")
 
 
 def _run_process(name: str, limit_s: float, is_victim: bool) -> _Ending:
-    """Start the process of this rank, and wait until it has ended."""
+    """Start the process of this rank, wait until it has ended, and read its output."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         with output.open("wb") as file:
@@ -108,23 +108,36 @@ def _run_process(name: str, limit_s: float, is_victim: bool) -> _Ending:
             assert process.stdin is not None
             process.stdin.close()
         lines = output.read_text(errors="replace").strip().splitlines()
-    began = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(_BEGIN)]
-    seconds = ended_s - began[-1] if began else 0.0
-    said = [line for line in lines if "Error" in line and not is_victim] or lines or [""]
-    return _Ending(code, seconds, said[-1].rpartition("Error: ")[2].partition(". ")[0][:_LONGEST_MESSAGE])
+    begin_times_s = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(_BEGIN)]
+    seconds = ended_s - begin_times_s[-1] if begin_times_s else 0.0
+    return _Ending(code, seconds, _last_message(lines, is_victim))
+
+
+def _last_message(lines: list[str], is_victim: bool) -> str:
+    """Return the first sentence of the last error in a process's output, without the error's class.
+
+        ["waits since 7.5", "PeerError: rank 1 gone: killed. Look at its log."]    "rank 1 gone: killed"
+
+    Without an error, and for the victim, the last line stands for it.
+    """
+    errors = [] if is_victim else [line for line in lines if "Error" in line]
+    last_line = (errors or lines or [""])[-1]
+    message = last_line.rpartition("Error: ")[2]
+    first_sentence = message.partition(". ")[0]
+    return first_sentence[:_MAX_MESSAGE_LENGTH]
 
 
 def main() -> None:
-    """One of these processes."""
-    threading.Thread(target=_end_with_the_test, name="ds_hetero selftest", daemon=True).start()
+    """Run one of the processes: join the process group, add up tensors, and report a lost peer."""
+    threading.Thread(target=_exit_with_parent, name="ds_hetero selftest", daemon=True).start()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    of_test = TCPStore(
+    selftest_store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
     )
-    store = PrefixStore(f"ds_hetero/selftest/{os.environ[_STORE]}", of_test)
+    store = PrefixStore(f"ds_hetero/selftest/{os.environ[_STORE]}", selftest_store)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -146,27 +159,30 @@ def main() -> None:
             x[0].item()
     except PeerError as error:
         print(f"PeerError: {error}", flush=True)
-        watch.say_last_words(FAILED, f"PeerError: {error}")  # as the hook of a job does
+        watch.say_last_words(FAILED, f"PeerError: {error}")  # as the excepthook of a training job does
         _leave(store, rank, size)
-        atexit._run_exitfuncs()  # the words are read; NCCL would wait for its kernels if the interpreter ended
+        atexit._run_exitfuncs()  # and no normal exit: NCCL would wait for its kernels
         os._exit(1)
     os._exit(0)
 
 
-def _end_with_the_test() -> None:
-    """End this process when the other end of its input is closed: the rank that has started it is gone."""
+def _exit_with_parent() -> None:
+    """Exit when standard input is closed: the rank that has started this process has ended."""
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 def _leave(store: PrefixStore, rank: int, size: int) -> None:
-    """Let rank 0 end after the other survivors, as in a job, whose store it keeps: else it might be blamed by them."""
+    """Let rank 0 end last, as in a job in which it keeps the store.
+
+    If rank 0 ended first, a survivor could report rank 0 as the lost rank.
+    """
     store.set(f"said/{rank}", "")
     if rank == 0:
-        others = [f"said/{other}" for other in range(1, size - 1)]
-        with contextlib.suppress(RuntimeError):  # one that does not come is found by its own line
-            store.wait(others, timedelta(seconds=_OTHERS_S))
+        survivor_keys = [f"said/{survivor}" for survivor in range(1, size - 1)]
+        with contextlib.suppress(RuntimeError):  # a survivor that does not come fails the check by its exit code
+            store.wait(survivor_keys, timedelta(seconds=_SURVIVORS_S))
 
 
 if __name__ == "__main__":

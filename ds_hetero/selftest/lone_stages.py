@@ -1,4 +1,4 @@
-"""Pipelines of lone stages over all ranks, uneven in layers and in stages."""
+"""A plan of pipelines with one rank per stage, over all ranks, with unequal numbers of layers and of stages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from ds_hetero.values.plans import Plan, read_plan
 from ds_hetero.values.splits import share
 
 NUM_LAYERS = 5
-_MOST_STAGES = 4
-_SIZES_OF_MICRO_BATCHES = (1, 2)  # sequences of a micro-batch, by pipeline in turn
+_MAX_STAGES = 4
+_MICRO_BATCH_SIZE_CYCLE = (1, 2)  # sequences of a micro-batch: of the 1st, 3rd ... pipeline, of the 2nd, 4th ...
 _MICRO_BATCHES = 3
 
 
 def lone_stages(size: int) -> Plan:
-    """Pipelines of four stages, one rank each; the last pipeline has what is left. Of two ranks on."""
+    """Return a plan for ``size`` ranks: pipelines of four stages, and a last one of the remaining ranks.
+
+    Args:
+        size: number of ranks, at least two.
+    """
     pipelines = []
-    for number, first in enumerate(range(0, size, _MOST_STAGES)):
-        ranks = range(first, min(first + _MOST_STAGES, size))
-        pipelines.append(_pipeline(ranks, _SIZES_OF_MICRO_BATCHES[number % len(_SIZES_OF_MICRO_BATCHES)]))
+    for number, first in enumerate(range(0, size, _MAX_STAGES)):
+        ranks = range(first, min(first + _MAX_STAGES, size))
+        pipelines.append(_pipeline(ranks, _MICRO_BATCH_SIZE_CYCLE[number % len(_MICRO_BATCH_SIZE_CYCLE)]))
     model = {"num_layers": NUM_LAYERS, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
     return read_plan({"version": 2, "model": model, "pipelines": pipelines}, None)
 
 
 def _pipeline(ranks: Sequence[int], micro_batch_size: int) -> JsonDict:
-    """Every stage has a layer; the first ones have the layers beyond that."""
-    layers = [1 + more for more in share(NUM_LAYERS - len(ranks), range(len(ranks), 0, -1))]
+    """Return a pipeline as in a plan file, with a stage for each rank; earlier stages have more layers."""
+    further_layers = share(NUM_LAYERS - len(ranks), range(len(ranks), 0, -1))
+    layers = [1 + further for further in further_layers]
     bounds = pairwise(accumulate(layers, initial=0))
     stages = [{"ranks": [rank], "layers": list(bound)} for rank, bound in zip(ranks, bounds, strict=True)]
     return {"micro_batch_size": micro_batch_size, "micro_batches": _MICRO_BATCHES, "stages": stages}

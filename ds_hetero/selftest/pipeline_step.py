@@ -1,6 +1,7 @@
-"""One optimizer step of a small Llama in pipelines of lone stages, against the same step in one process.
+"""Train one optimizer step of a small Llama in pipelines, and compare it with the same step in one process.
 
-It is tried in the 16-bit type of training, and in float32 with an embedding that the first and the last stage share.
+Every stage is one rank. The step is tried in the 16-bit type of training, and in float32 with tied embeddings, which
+the first and the last stage share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_hetero
-from ds_hetero.common.extras import TRAINING, require
+from ds_hetero.common.extras import TRAINING_PACKAGES, require
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.errors import HeteroError
 from ds_hetero.selftest.lines import Line
@@ -30,14 +31,14 @@ from ds_hetero.selftest.session import Session
 from ds_hetero.selftest.uneven_schedules import NUM_HEADS, NUM_KV_HEADS
 from ds_hetero.values.plans import Plan
 
-_TIMES = 4.0  # the limit of a call: DeepSpeed is imported, and the first batch is checked
+_TIMES = 4.0  # limits of a call that a step may take: DeepSpeed is imported, and the first batch is checked
 _TOKENS = 37  # of a sequence
 
 
 def check_pipelines(session: Session) -> Iterator[Line]:
-    """Yield one line without, one with a tied embedding."""
+    """Yield two lines: a model with its own head, and a model whose head is tied to the embedding."""
     try:
-        require(*TRAINING, purpose="training")
+        require(*TRAINING_PACKAGES, purpose="training")
     except HeteroError as error:
         yield Line("pipeline step", "skip", str(error))
         return
@@ -51,23 +52,26 @@ def check_pipelines(session: Session) -> Iterator[Line]:
     batch = batch_of(_TOKENS, VOCAB_SIZE, plan.batch_split.samples)
     # Pipelines do not train in float16.
     dtype = session.trained_dtype if session.trained_dtype is torch.bfloat16 else torch.float32
-    for name, is_tied, of_step in (
+    for name, is_tied, step_dtype in (
         ("pipeline step", False, dtype),
         ("pipeline step, tied embedding", True, torch.float32),
     ):
         model = llama_of(NUM_HEADS, NUM_KV_HEADS, _TOKENS, num_layers=NUM_LAYERS, is_tied=is_tied)
         with session.watch.call(name, times=_TIMES), warnings_only():
             try:
-                expected = train_alone(model, batch, session.device, of_step)
-                found = _train(copy.deepcopy(model), plan, batch, of_step)
-                is_right, detail = compare_steps(found, expected, of_step)
+                expected = train_alone(model, batch, session.device, step_dtype)
+                step_tensors = _train(copy.deepcopy(model), plan, batch, step_dtype)
+                is_right, detail = compare_steps(step_tensors, expected, step_dtype)
             except HeteroError as error:  # raised on all ranks
                 is_right, detail = False, f"{type(error).__name__}: {error}"
-        yield Line(name, "pass" if is_right else "fail", detail if not is_right else f"{_shape(plan)}: {detail}")
+        if is_right:
+            yield Line(name, "pass", f"{_stages_text(plan)}: {detail}")
+        else:
+            yield Line(name, "fail", detail)
 
 
 def _train(model: nn.Module, plan: Plan, batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Loss, gradient norm, and the weights that this rank holds."""
+    """Train the step; return the loss, the gradient norm, and the weights of this rank's stage."""
     from ds_hetero.frameworks.deepspeed.small_job import train_one_pipelined_step
 
     config: JsonDict = {
@@ -78,13 +82,13 @@ def _train(model: nn.Module, plan: Plan, batch: Mapping[str, Tensor], dtype: tor
     }
     model.train()
     step = train_one_pipelined_step(ds_hetero.register(), model, optimizer_of(model.parameters()), batch, config)
-    # A head that is tied to the embedding has the embedding's name in a whole model.
-    tied = {name: name.replace("lm_head", "model.embed_tokens") for name in step.parameters}
-    is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    weights = {tied[name] if is_tied else name: tensor for name, tensor in step.parameters.items()}
+    weights = dict(step.parameters)
+    if getattr(model.config, "tie_word_embeddings", False):
+        # The model in one process has a tied head under the embedding's name alone.
+        weights = {name.replace("lm_head", "model.embed_tokens"): tensor for name, tensor in weights.items()}
     return {"the loss": torch.tensor(step.loss), "the gradient norm": torch.tensor(step.grad_norm), **weights}
 
 
-def _shape(plan: Plan) -> str:
-    """Return the stages as ``"stages 4+2"``."""
+def _stages_text(plan: Plan) -> str:
+    """Return the number of stages of every pipeline, as ``"stages 4+2"``."""
     return "stages " + "+".join(str(len(pipeline.stages)) for pipeline in plan.pipelines)

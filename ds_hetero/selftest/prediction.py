@@ -1,7 +1,8 @@
-"""A model large enough to keep the devices busy: seconds and memory of its steps beside what is predicted of them.
+"""Time training steps of a model that keeps the devices busy, and compare time and memory with the predictions.
 
-The ranks are profiled as `ds-hetero profile` does it, a schedule is planned on that profile, and steps under it and
-under a ring of equal shares are timed. For information: a difference is no fault, and says how far to trust a plan.
+The ranks are profiled as `ds-hetero profile` does, and a schedule is planned on that profile. Steps are timed under
+this schedule and under a ring of equal shares. The lines are for information: a difference is not a fault, but it says
+how far to trust a plan.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 import ds_hetero
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.common.extras import TRAINING, require
+from ds_hetero.common.extras import TRAINING_PACKAGES, require
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.units import GIB, TERA
 from ds_hetero.cost import CostModel, Workload, make_cost_model
@@ -30,7 +31,7 @@ from ds_hetero.selftest.one_process import warnings_only
 from ds_hetero.selftest.session import Session
 from ds_hetero.values.schedule import Schedule
 
-_TIMES = 5.0  # the limit of a call: a profile of many links, and steps of slow devices
+_TIMES = 5.0  # limits of a call that a profile of many links, or steps of slow devices, may take
 _WARM_UPS, _STEPS = 2, 3
 
 
@@ -38,14 +39,16 @@ def check_prediction(session: Session, measured: JsonDict) -> Iterator[Line]:
     """Yield one line for the fastest attention, and two per schedule: seconds of a step, and this rank's memory.
 
     Args:
-        measured: filled with the profile, without names of hosts, and with the numbers of the lines.
+        session: the run of the self-test.
+        measured: part of the report. Its key "profile" is set to the profile, without host names; its key "steps" to
+            the numbers of the lines.
     """
     try:
-        require(*TRAINING, purpose="training")
+        require(*TRAINING_PACKAGES, purpose="training")
     except HeteroError as error:
         yield Line("predicted steps", "skip", str(error))
         return
-    setting = _Setting.of(session)
+    setting = _Setting.for_session(session)
     with session.watch.call("profiling devices and links", times=_TIMES):
         content = profile_ranks(setting.dtype, window_s=0.03 if session.quick else 0.1, show_progress=False)
     measured["profile"] = _without_hosts(content)
@@ -66,14 +69,14 @@ def check_prediction(session: Session, measured: JsonDict) -> Iterator[Line]:
         with session.watch.call(f"steps under {name}", times=_TIMES), warnings_only():
             row = _measure(setting, schedule, cost, session)
         measured["steps"].append({"schedule": schedule.to_dict(), "name": name, **row})
-        yield _compared(f"step under {name}", "s", row["predicted_s"], row["measured_s"])
+        yield _comparison(f"step under {name}", "s", row["predicted_s"], row["measured_s"])
         memory = row["ranks"][session.rank]
         peak_gib = None if memory["peak_bytes"] is None else memory["peak_bytes"] / GIB
-        yield _compared(f"memory under {name}", "GiB", memory["predicted_bytes"] / GIB, peak_gib)
+        yield _comparison(f"memory under {name}", "GiB", memory["predicted_bytes"] / GIB, peak_gib)
 
 
-def _compared(name: str, unit: str, predicted: float, measured: float | None) -> Line:
-    """Return the line of a prediction beside its measurement."""
+def _comparison(name: str, unit: str, predicted: float, measured: float | None) -> Line:
+    """Return a line with a predicted and a measured value (None: not measured), and the prediction's error in %."""
     text = f"{predicted:.3g} {unit} predicted"
     if measured is None:
         return Line(name, "info", f"{text}; not measured on CPUs")
@@ -82,14 +85,15 @@ def _compared(name: str, unit: str, predicted: float, measured: float | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """Model and batch: a Llama of few layers, each as wide as those of models of some billion parameters."""
+    """The model and the batch: a Llama of few layers, on GPUs as wide as models of some billion parameters."""
 
     dtype: torch.dtype
     config: JsonDict
     tokens: int  # of a sequence
 
     @classmethod
-    def of(cls, session: Session) -> _Setting:
+    def for_session(cls, session: Session) -> _Setting:
+        """Choose sizes for the device: small ones on CPUs, short sequences with ``--quick``."""
         on_gpu = session.device.type == "cuda"
         heads, head_dim = (16, 128) if on_gpu else (8, 32)
         quick_tokens, full_tokens = (1024, 4096) if on_gpu else (64, 256)  # of each rank
@@ -111,7 +115,7 @@ class _Setting:
 
     @property
     def workload(self) -> Workload:
-        """ZeRO-1 without recomputation, the loss of all tokens at once."""
+        """The workload that the cost model predicts: ZeRO-1, no recomputation, logits of all tokens at once."""
         return Workload(
             seq_len=self.tokens,
             zero_stage=1,
@@ -124,7 +128,7 @@ class _Setting:
 
     @property
     def ds_config(self) -> JsonDict:
-        """The configuration, without the schedule."""
+        """The DeepSpeed configuration of the same workload, without the schedule."""
         precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype)
         return {
             "train_micro_batch_size_per_gpu": 1,
@@ -134,7 +138,10 @@ class _Setting:
 
 
 def _measure(setting: _Setting, schedule: Schedule, cost: CostModel, session: Session) -> JsonDict:
-    """Train some steps; return the seconds of the median step on its slowest rank, and the bytes of every rank."""
+    """Train some steps under ``schedule``; return predictions and measurements as a row of ``measured["steps"]``.
+
+    The time of a step is that of its slowest rank; the row has the median over steps.
+    """
     from ds_hetero.frameworks.deepspeed.small_job import time_steps
     from ds_hetero.frameworks.transformers.model.small_llama import llama
 
@@ -144,25 +151,26 @@ def _measure(setting: _Setting, schedule: Schedule, cost: CostModel, session: Se
     ds_config = setting.ds_config | {"heterogeneity": {"schedule": schedule.to_dict(), "verify": "off"}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = {"input_ids": ids, "labels": ids.clone()}
-    seconds, peak = time_steps(ds_hetero.register(), model, optimizer, [batch] * (_WARM_UPS + _STEPS), ds_config)
-    times_and_peaks = on_all_ranks(lambda: (seconds[_WARM_UPS:], peak))  # by rank
+    seconds, peak_bytes = time_steps(ds_hetero.register(), model, optimizer, [batch] * (_WARM_UPS + _STEPS), ds_config)
+    times_and_peaks = on_all_ranks(lambda: (seconds[_WARM_UPS:], peak_bytes))  # by rank
     times_of_steps = zip(*(times for times, _ in times_and_peaks), strict=True)
-    predicted = cost.predict(schedule)
-    memory_of_ranks = []
+    prediction = cost.predict(schedule)
+    memory_by_rank = []
     for stack, (_, peak_of_rank) in zip(stacks(cost, schedule), times_and_peaks, strict=True):
-        memory_of_ranks.append({"predicted_bytes": stack.tensors, "peak_bytes": peak_of_rank})
+        memory_by_rank.append({"predicted_bytes": stack.tensors, "peak_bytes": peak_of_rank})
     return {
-        "predicted_s": predicted.iteration_s,
+        "predicted_s": prediction.iteration_s,
         "measured_s": median(map(max, times_of_steps)),
-        "terms": predicted.to_dict()["terms"],
-        "ranks": memory_of_ranks,
+        "terms": prediction.to_dict()["terms"],
+        "ranks": memory_by_rank,
     }
 
 
 def _attention_flops_per_s(sample: list[float]) -> float:
-    """Return the rate of a sample of attention, forward and backward.
+    """Return FLOPs per second of an attention sample of the profile, forward and backward together.
 
-    Forward has two products of 2 FLOPs a multiply-add, backward five: 4 + 10 by pair and head dimension.
+    Forward has two matmuls and backward five, of 2 FLOPs per multiply-add: 4 + 10 = 14 FLOPs for each pair of query and
+    key and each head dimension.
     """
     rows, keys, causal, head_dim, forward_s, backward_s = sample
     pairs = rows * keys / (2 if causal else 1)
@@ -170,11 +178,11 @@ def _attention_flops_per_s(sample: list[float]) -> float:
 
 
 def _without_hosts(content: JsonDict) -> JsonDict:
-    """Return a cluster file's content whose nodes are numbered, without timings and the ranks' facts."""
-    kept = {key: entry for key, entry in content.items() if key != "profile"}
-    text = json.dumps(kept | {"fit_errors": content["profile"]["fit_errors"]})
+    """Return the content of a cluster file without private data: "node 0" for host names, no timings of ranks."""
+    without_profile = {key: entry for key, entry in content.items() if key != "profile"}
+    text = json.dumps(without_profile | {"fit_errors": content["profile"]["fit_errors"]})
     for number, node in enumerate(content["nodes"]):
         name = json.dumps(node["name"])
         text = text.replace(name, f'"node {number}"').replace(f"inside {name[1:]}", f'inside node {number}"')
-    made: JsonDict = json.loads(text)
-    return made
+    redacted: JsonDict = json.loads(text)
+    return redacted

@@ -1,4 +1,4 @@
-"""Description of a rank: device, driver, builds, native types and the kernels that work on it."""
+"""Describe every rank (device, versions, native types, kernels), and refuse ranks that cannot train together."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_rank(with_host_name: bool) -> JsonDict:
-    """Describe this rank, as JSON; with ``error`` alone where its device cannot be used.
+    """Return the description of this rank as JSON. If its device cannot be used, "error" is the only key.
 
     Args:
-        with_host_name: tell the host's name; otherwise hosts are told apart by a hash that is not reported.
+        with_host_name: include the name of the host. The hash "host" tells hosts apart in any case, and is not
+            reported.
     """
     try:
         device = default_device()
@@ -40,8 +41,9 @@ def describe_rank(with_host_name: bool) -> JsonDict:
 
 
 def _describe(device: torch.device, with_host_name: bool) -> JsonDict:
+    """Return the description of a rank whose device can be used."""
     host = socket.gethostname()
-    described: JsonDict = {
+    description: JsonDict = {
         "host": hashlib.sha256(f"{host}{_boot_id()}".encode()).hexdigest(),
         "type": device.type,
         **(_describe_gpu(device) if device.type == "cuda" else _describe_cpu()),
@@ -50,7 +52,7 @@ def _describe(device: torch.device, with_host_name: bool) -> JsonDict:
         "kernels": available(device, default_dtype(device), _HEAD_DIM),
         "environment": own_environment(),
     }
-    return {**described, "host_name": host} if with_host_name else described
+    return {**description, "host_name": host} if with_host_name else description
 
 
 def _describe_gpu(device: torch.device) -> JsonDict:
@@ -71,7 +73,7 @@ def _describe_cpu() -> JsonDict:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver, as the kernel module says it."""
+    """Return the version of NVIDIA's driver, from the kernel module; None without such a module."""
     try:
         match = re.search(r"Kernel Module\D*?\s(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER.read_text())
     except OSError:
@@ -80,7 +82,7 @@ def _driver() -> str | None:
 
 
 def _boot_id() -> str:
-    """Tells containers with the same name on different hosts apart."""
+    """Return the kernel's boot id, which differs between hosts even where containers have the same host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -88,31 +90,39 @@ def _boot_id() -> str:
 
 
 def _native_types(device: torch.device) -> list[str]:
+    """Return the types that the device computes in without emulation."""
     if device.type == "cpu":
         return ["float32", "bfloat16"]
     return ["float32", "float16", *(["bfloat16"] if has_native_bf16(device) else [])]
 
 
 def check_ranks(ranks: Sequence[JsonObject]) -> None:
-    """Refuse ranks, by `describe_rank`, that cannot train together. Raises `ConfigError`: why."""
-    errors = [f"rank {rank}: {described['error']}" for rank, described in enumerate(ranks) if "error" in described]
+    """Raise `ConfigError` if the ranks cannot train together.
+
+    Args:
+        ranks: descriptions by `describe_rank`, in order of rank.
+    """
+    errors = [
+        f"rank {rank}: {description['error']}" for rank, description in enumerate(ranks) if "error" in description
+    ]
     if errors:
         raise ConfigError("\n".join(errors))
-    on_cpu = [str(rank) for rank, described in enumerate(ranks) if described["type"] == "cpu"]
-    if 0 < len(on_cpu) < len(ranks):
+    cpu_ranks = [str(rank) for rank, description in enumerate(ranks) if description["type"] == "cpu"]
+    if 0 < len(cpu_ranks) < len(ranks):
         raise ConfigError(
-            f"rank {', '.join(on_cpu)} computes on a CPU and the others on GPUs; they have no process group in common. "
-            "Does torch see a GPU there (torch.cuda.is_available()), and does the launcher start one process per GPU?"
+            f"rank {', '.join(cpu_ranks)} computes on a CPU and the others on GPUs; they have no process group in "
+            "common. Does torch see a GPU there (torch.cuda.is_available()), and does the launcher start one process "
+            "per GPU?"
         )
-    expect_same_environment([described["environment"] for described in ranks])
+    expect_same_environment([description["environment"] for description in ranks])
 
 
 def trained_dtype_of(ranks: Sequence[JsonObject]) -> torch.dtype:
-    """Return the 16-bit type that all these ranks can train in: bfloat16 where all have it, on CPUs too, if slowly."""
-    return torch.bfloat16 if all("bfloat16" in described["native_types"] for described in ranks) else torch.float16
+    """Return the 16-bit type of training: bfloat16 if all ranks have it (CPUs do, slowly), otherwise float16."""
+    return torch.bfloat16 if all("bfloat16" in description["native_types"] for description in ranks) else torch.float16
 
 
 def nodes_of_ranks(ranks: Sequence[JsonObject]) -> tuple[tuple[int, ...], ...]:
-    """Return ranks by node, in the order of their first ranks."""
-    nodes: dict[str, list[int]] = ranks_by_value((rank, described["host"]) for rank, described in enumerate(ranks))
+    """Return the ranks of every node; nodes are in the order of their lowest ranks."""
+    nodes: dict[str, list[int]] = ranks_by_value((rank, description["host"]) for rank, description in enumerate(ranks))
     return tuple(map(tuple, nodes.values()))

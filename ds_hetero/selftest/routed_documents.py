@@ -1,8 +1,8 @@
-"""Documents that ranks hold as wholes and in parts, whose keys and values travel by routes, against the definition.
+"""Compare attention over whole and sharded documents, whose KV is sent by routes, with the definition.
 
-One document is on the last rank alone. Two more are over all ranks, in which the first half of the ranks plays one node
-and the second half another: KV goes round the nodes, and inside them, over the communicator that a job of several hosts
-has for messages between them.
+One document is on the last rank alone. Two more are sharded over all ranks, of which the first half stands for one node
+and the second half for another. KV is sent around the nodes and inside them, over the communicator that a job on
+several hosts has for messages between hosts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from ds_hetero.runtime.attention.attention import AttentionSpec
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.selftest.attention_case import TOLERANCE, Case, largest_error
+from ds_hetero.selftest.attention_case import TOLERANCE, AttentionCase, largest_error
 from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.session import Session
 from ds_hetero.selftest.uneven_schedules import long_length_for, uneven_schedules
@@ -24,12 +24,12 @@ from ds_hetero.values.splits import share
 
 _NAME = "documents with routes"
 _HEAD_DIM = 64
-_TIMES = 3.0  # the limit of a call: a kernel may be compiled first
-_LEAST_WITH_PROXIES = 4  # ranks, of which two nodes have two
+_TIMES = 3.0  # limits of a call that the documents may take: a kernel may be compiled first
+_MIN_RANKS_WITH_PROXIES = 4  # two nodes of two ranks each
 
 
 def check_routed_documents(session: Session) -> Iterator[Line]:
-    """Yield one line."""
+    """Yield one line of the report: whether attention is right for all three documents together."""
     if session.size == 1:
         yield Line(_NAME, "skip", "one process holds all documents")
         return
@@ -38,7 +38,7 @@ def check_routed_documents(session: Session) -> Iterator[Line]:
     documents = tuple(span for lane in placement.lanes for span in lane.spans)
     dtype = session.trained_dtype
     kernel = select(session.device, dtype, _HEAD_DIM, None, None)
-    case = Case(AttentionSpec(kernel), dtype, _HEAD_DIM, documents=documents)
+    case = AttentionCase(AttentionSpec(kernel), dtype, _HEAD_DIM, documents=documents)
     with session.watch.call(f"process groups of {_NAME}"):
         replica = make_replica(Plan.of_replicas([schedule]), session.groups)
         far_group = replica.far_group or session.groups.of(replica.ranks, "between nodes")
@@ -51,7 +51,7 @@ def check_routed_documents(session: Session) -> Iterator[Line]:
 
 
 def _placement(schedule: Schedule, length: int) -> Placement:
-    """Return two documents over all units in uneven parts, and one on the last unit."""
+    """Return two documents in uneven shards over all units (ranks of the ring), and one on the last unit."""
     units = schedule.ring_size
     weights = [1 + unit % 3 for unit in range(units)]
     first, second = length * 5 // 12, length * 3 // 4
@@ -61,11 +61,11 @@ def _placement(schedule: Schedule, length: int) -> Placement:
         tokens=(share(first, weights), share(second - first, weights[::-1])),
         layout="zigzag",
         nodes=tuple(2 * unit // units for unit in range(units)),
-        proxies=units >= _LEAST_WITH_PROXIES,
+        proxies=units >= _MIN_RANKS_WITH_PROXIES,
     )
     lone = Lane(members=(units - 1,), spans=((second, length),), tokens=((length - second,),), layout="contiguous")
-    held = [sum(of_spans) for of_spans in zip(*wide.tokens, strict=True)]
-    held[-1] += length - second
-    by_rank = {group.ranks[0]: tokens for group, tokens in zip(schedule.ring_groups, held, strict=True)}
+    unit_tokens = [sum(tokens_of_documents) for tokens_of_documents in zip(*wide.tokens, strict=True)]
+    unit_tokens[-1] += length - second
+    by_rank = {group.ranks[0]: tokens for group, tokens in zip(schedule.ring_groups, unit_tokens, strict=True)}
     rank_tokens = tuple(by_rank[rank] for rank in schedule.ranks)
     return Placement(schedule=schedule, length=length, rank_tokens=rank_tokens, lanes=(wide, lone))

@@ -1,9 +1,8 @@
-"""The self-test from its first call to its exit status."""
+"""Run the self-test: connect the ranks, run the checks, and write the report."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.distributed_c10d import PrefixStore
 
+from ds_hetero.common.terminal import terminal_width
 from ds_hetero.errors import ConfigError, PeerError
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.selftest.call_watch import CallWatch
@@ -29,18 +29,18 @@ from ds_hetero.selftest.gradient_sync import check_gradient_sync
 from ds_hetero.selftest.kernel_checks import check_kernels
 from ds_hetero.selftest.killed_rank import check_killed_rank
 from ds_hetero.selftest.lines import Line, merge
-from ds_hetero.selftest.meeting import Failure, Meeting, meet
 from ds_hetero.selftest.pipeline_step import check_pipelines
 from ds_hetero.selftest.prediction import check_prediction
 from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks, trained_dtype_of
 from ds_hetero.selftest.report import Report
 from ds_hetero.selftest.routed_documents import check_routed_documents
 from ds_hetero.selftest.session import Session
+from ds_hetero.selftest.store_connection import Failure, StoreConnection, connect_to_store
 from ds_hetero.selftest.training import check_training
 from ds_hetero.selftest.uneven_partitions import check_uneven_partitions
 
-_WIDTH = 150  # of tables that do not go to a terminal
-_SLOWEST = 10.0  # a check of other ranks may take so many limits of a call
+_WIDTH = 150  # characters of a line of tables that do not go to a terminal
+_MAX_WAIT = 10.0  # a rank waits for the slowest rank at the end of a check, for so many limits of a call
 
 CHECKS: dict[str, Callable[[Session], Iterable[Line]]] = {
     "kernels": check_kernels,
@@ -55,32 +55,32 @@ CHECKS: dict[str, Callable[[Session], Iterable[Line]]] = {
     "memory of a communicator": check_communicator_memory,  # NCCL's kernels are loaded by then
     "a killed rank": check_killed_rank,
 }
-"""Checks with a verdict, in their order; those after them inform."""
+"""Checks that pass or fail, in order. The lines of `_run_checks`' further checks are for information."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the user."""
+    """Options of the command line."""
 
     quick: bool
-    measure: bool  # time steps too, and compare them with what is predicted
+    measure: bool  # time training steps, too, and compare them with predictions
     limit_s: float  # seconds that a call may take
     out: Path | None  # file for the report as text
     as_json: Path | None  # file for the report as JSON
     with_host_names: bool
-    hears: Callable[[Line], None] | None = None  # on each rank told of every line as soon as the rank knows it
+    on_line: Callable[[Line], None] | None = None  # called on every rank with every line, as soon as it is known there
 
 
 def run(options: Options) -> bool:
-    """Test the ranks of the launcher, or this process alone; return whether everything works.
+    """Test the ranks of the launcher, or this process alone; return whether no check has failed.
 
     Caller: every rank. A rank that hangs or dies ends all processes with exit status 1, after a report.
     """
-    begin_s, report = time.perf_counter(), Report(hears=options.hears)
+    begin_s, report = time.perf_counter(), Report(on_line=options.on_line)
     try:
-        meeting, aside = meet(options.limit_s)
-        report.ranks = meeting.gather("the start", describe_rank(options.with_host_names), options.limit_s)
-    except PeerError as error:  # each rank says what it sees: they cannot talk
+        connection, watch_connection = connect_to_store(options.limit_s)
+        report.ranks = connection.gather("the start", describe_rank(options.with_host_names), options.limit_s)
+    except PeerError as error:  # without a store every rank reports for itself
         report.add([Line("the start", "fail", str(error))])
         return _finish(report, options, begin_s)
     try:
@@ -90,45 +90,49 @@ def run(options: Options) -> bool:
     else:
         report.nodes = nodes_of_ranks(report.ranks)
         report.add([Line("ranks", "pass", "devices of one kind, versions and variables alike")])
-        _run_checks(_Run(meeting, aside, report, options, begin_s))
-    if meeting.rank == 0:
+        _run_checks(_Run(connection, watch_connection, report, options, begin_s))
+    if connection.rank == 0:
         _finish(report, options, begin_s)
-    meeting.leave(options.limit_s)
+    connection.leave(options.limit_s)
     return report.healthy
 
 
 @dataclass
 class _Run:
-    """A run under way."""
+    """What a run of the self-test needs to write its report, also after a failure."""
 
-    meeting: Meeting  # to exchange lines with the other ranks
-    aside: Meeting
-    report: Report  # with the checks that are over
+    connection: StoreConnection  # to exchange lines with the other ranks
+    watch_connection: StoreConnection  # the connection of the watch's thread
+    report: Report  # with the lines of the checks that have ended
     options: Options
     begin_s: float
-    own_lines: list[Line] = field(default_factory=list)  # what the check that runs has said of this rank
+    check_lines: list[Line] = field(default_factory=list)  # of the running check, on this rank
 
-    def report_failure(self, failure: Failure, standing: Sequence[str]) -> None:
-        """Print and write the report of a run that ends here; see `CallWatch`."""
-        own = (self.meeting.rank,) if self.meeting.size > 1 else ()
-        self.report.add(replace(line, ranks=own) for line in self.own_lines)
-        where = "\n".join(standing)
-        detail = f"{failure.cause} (seen by rank {failure.rank})\n{where}"
+    def report_failure(self, failure: Failure, positions: Sequence[str]) -> None:
+        """Print and write the report of a run that ends with a failed call.
+
+        Args:
+            positions: of the ranks, see `StoreConnection.describe_positions`.
+        """
+        ranks = (self.connection.rank,) if self.connection.size > 1 else ()
+        self.report.add(replace(line, ranks=ranks) for line in self.check_lines)
+        listed = "\n".join(positions)
+        detail = f"{failure.cause} (seen by rank {failure.rank})\n{listed}"
         self.report.add([Line(failure.call, "fail", detail)])
         self.report.add([Line("what comes after", "skip", "process groups cannot be used after a failed call")])
         _finish(self.report, self.options, self.begin_s)
 
 
 def _run_checks(state: _Run) -> None:
-    """Make the process group and run every check; the lines of all ranks go into the report of each."""
-    meeting, limit_s = state.meeting, state.options.limit_s
+    """Make the process group and run every check. The report of every rank gets the lines of all ranks."""
+    connection, limit_s = state.connection, state.options.limit_s
     device = default_device()
-    watch = CallWatch(state.aside, device, limit_s, state.report_failure)
+    watch = CallWatch(state.watch_connection, device, limit_s, state.report_failure)
     with watch.call("making the process group"):
-        _make_process_group(meeting, device, limit_s)
+        _make_process_group(connection, device, limit_s)
     session = Session(
-        rank=meeting.rank,
-        size=meeting.size,
+        rank=connection.rank,
+        size=connection.size,
         device=device,
         watch=watch,
         nodes=state.report.nodes,
@@ -141,47 +145,47 @@ def _run_checks(state: _Run) -> None:
     if state.options.measure:
         checks["prediction"] = partial(check_prediction, session, state.report.measured)
     for index, (name, check) in enumerate(checks.items(), 1):
-        began = time.perf_counter()
+        check_begin_s = time.perf_counter()
         watch.begin_check(2 * index)
         for line in check():
-            state.own_lines.append(line)
+            state.check_lines.append(line)
         watch.begin_check(2 * index + 1)
-        with watch.call(f"the end of the check of {name}", times=_SLOWEST):
-            own = [(line.name, line.status, line.detail, line.per_s) for line in state.own_lines]
-            lines_of_ranks: list[list[Any]] = meeting.gather(name, own, 2 * _SLOWEST * limit_s)
-        state.report.seconds_of_checks[name] = time.perf_counter() - began
-        state.own_lines.clear()
+        with watch.call(f"the end of the check of {name}", times=_MAX_WAIT):
+            as_json = [(line.name, line.status, line.detail, line.per_s) for line in state.check_lines]
+            lines_of_ranks: list[list[Any]] = connection.gather(name, as_json, 2 * _MAX_WAIT * limit_s)
+        state.report.seconds_of_checks[name] = time.perf_counter() - check_begin_s
+        state.check_lines.clear()
         state.report.add(merge([[Line(*line) for line in lines] for lines in lines_of_ranks]))
     watch.begin_check(2 * len(checks) + 2)
     with watch.call("ending the process groups"):  # NCCL's teardown may hang, and the report is not written yet
         dist.destroy_process_group()
-        meeting.gather("the end", None, 2 * limit_s)  # a rank whose teardown hangs is named before others say PASS
+        connection.gather("the end", None, 2 * limit_s)  # a rank whose teardown hangs is named before others say PASS
     watch.close()
 
 
-def _make_process_group(meeting: Meeting, device: torch.device, limit_s: float) -> None:
-    """Make the default process group over the store where the ranks met; the watch's limit ends before its own."""
+def _make_process_group(connection: StoreConnection, device: torch.device, limit_s: float) -> None:
+    """Make the default process group over the ranks' store. Its timeout is 20 limits, so that the watch ends first."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)  # DeepSpeed reads them, also in a process without a launcher
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("group", meeting.store),
-        rank=meeting.rank,
-        world_size=meeting.size,
+        store=PrefixStore("group", connection.store),
+        rank=connection.rank,
+        world_size=connection.size,
         timeout=timedelta(seconds=20 * limit_s),
-        # The communicator is made here, by all ranks, and not at a first call that only some of them may make.
+        # With a device NCCL makes the communicator here, on all ranks, and not at the first call, which some ranks may
+        # never make.
         device_id=device if device.type == "cuda" else None,
     )
-    # Without the device torch would take the rank's number over all nodes for it, which is wrong where they have
-    # unequally many.
+    # Without a device torch would derive it from the global rank, which is wrong if nodes have unequal numbers of GPUs.
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def _finish(report: Report, options: Options, begin_s: float) -> bool:
-    """Print the report and write its files; return whether nothing has failed."""
+    """Print the report and write its files; return whether no check has failed."""
     report.seconds = time.perf_counter() - begin_s
-    report.print(Console() if sys.stdout.isatty() else Console(width=_WIDTH))
+    report.print(Console(width=terminal_width() or _WIDTH))
     report.write(options.out, options.as_json)
     return report.healthy

@@ -1,7 +1,8 @@
-"""The launcher's signal to end (SIGTERM), seen by a thread while the main thread stands in a call below Python.
+"""See a SIGTERM from another thread, while the main thread hangs in a collective.
 
-Python runs handlers of signals in its main thread, between two instructions; one that waits in a collective runs none.
-Its C code writes the number of the signal to a file descriptor at once, though, and that any thread can read.
+Python runs signal handlers in the main thread, between two instructions of Python; a main thread that waits inside a
+collective runs none. But Python's C code writes the number of the signal to a file descriptor at once
+(`signal.set_wakeup_fd`), and any thread can read that.
 """
 
 from __future__ import annotations
@@ -14,32 +15,35 @@ from typing import Any
 
 
 class Terminations:
-    """Keeps SIGTERM from ending this process, and notes it; made in the main thread, and without effect elsewhere."""
+    """Keeps SIGTERM from ending this process, and records that it arrived.
+
+    It has to be made in the main thread; made in another one it has no effect.
+    """
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._before: Any = None
-        self._was_told = False
+        self._former_handler: Any = None
+        self._has_arrived = False
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, _note)
+            self._former_handler = signal.signal(signal.SIGTERM, _ignore)
             self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def arrived(self) -> bool:
-        """Whether the signal has come; any thread may ask."""
+        """Return whether a SIGTERM has arrived. Caller: any thread."""
         with contextlib.suppress(BlockingIOError):
-            self._was_told |= signal.SIGTERM in self._reader.recv(64)
-        return self._was_told
+            self._has_arrived |= signal.SIGTERM in self._reader.recv(64)
+        return self._has_arrived
 
     def close(self) -> None:
-        """Let the signal do what it did before. Caller: the main thread."""
-        if self._before is not None:
+        """Restore the former handler of the signal. Caller: the main thread."""
+        if self._former_handler is not None:
             signal.set_wakeup_fd(self._former_fd)
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, self._former_handler)
         self._reader.close()
         self._writer.close()
 
 
-def _note(number: int, frame: object) -> None:
-    """The handler: what follows is the reading thread's matter."""
+def _ignore(number: int, frame: object) -> None:
+    """Handle SIGTERM by doing nothing: `Terminations.arrived` reads the signal's number instead."""

@@ -1,1 +1,1 @@
-"""Arithmetic of unequal shards: of weighted ZeRO, and of gradients of replicas with unlike cuts. No torch."""
+"""Arithmetic of unequal shards: weighted ZeRO, and gradients of replicas that cut parameters differently. No torch."""

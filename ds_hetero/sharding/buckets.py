@@ -1,10 +1,15 @@
-"""Buckets that gradient chunks travel in: chunks with the same ranks and dtypes, in the order of the backward."""
+"""Fuse gradient chunks into buckets: chunks with the same contributors and dtypes travel in one message.
+
+Example: with ``bucket_bytes=8`` and fp32, chunks of 1, 1 and 3 elements that ranks 0 and 2 contribute become two
+buckets: the first two chunks, which have 8 bytes, and the third one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from ds_hetero.sharding.gradient_chunks import Chunk
 
@@ -13,33 +18,53 @@ from ds_hetero.sharding.gradient_chunks import Chunk
 class Bucket:
     """Chunks that travel together, in this order."""
 
-    contributors: tuple[int, ...]  # ranks that contribute to the sums; on the way back, those that hold the values
-    members: tuple[int, ...]  # contributors and owners, ascending: the communicator; alike for alike contributors
-    dtypes: Hashable  # what the elements are while they travel and while they are kept, the same for all chunks
+    contributors: tuple[int, ...]  # ranks that send gradients to the owners; in a gather, ranks that receive values
+    members: tuple[int, ...]  # ranks of the communicator, ascending: the contributors, and all owners of their chunks
+    dtypes: Hashable  # of the elements in messages and at their owner; the same for all chunks
     chunks: tuple[Chunk, ...]  # in the order of their parameters
 
     def owned(self, rank: int) -> tuple[Chunk, ...]:
-        """Chunks that go to, or come from, ``rank`` as an owner, in the order in which they travel."""
+        """Return the chunks that ``rank`` owns, in the order in which they travel."""
         return tuple(chunk for chunk in self.chunks if chunk.owner == rank)
 
     def owned_sizes(self) -> tuple[int, ...]:
-        """Return elements that each member owns."""
+        """Return the number of elements that each member owns, in the order of ``members``."""
         sizes = dict.fromkeys(self.members, 0)
         for chunk in self.chunks:
             sizes[chunk.owner] += chunk.size
         return tuple(sizes.values())
 
     def pairs(self) -> set[tuple[int, int]]:
-        """Contributors and the owners that they send elements to; on the way back owners are the senders."""
+        """Return the pairs ``(contributor, owner)`` of different ranks that exchange elements."""
         owners = {chunk.owner for chunk in self.chunks if chunk.size}
         return {(contributor, owner) for contributor in self.contributors for owner in owners if contributor != owner}
 
     def reduce_sizes(self, rank: int) -> tuple[list[int], list[int]]:
-        """Elements that ``rank`` sends and receives, by rank, on the way to the owners; reversed on the way back."""
+        """Return the elements that ``rank`` sends to, and receives from, each member when gradients go to their owners.
+
+        When the owners send values back, the two lists change places.
+        """
         sizes = self.owned_sizes()
         owned = sizes[self.members.index(rank)]
         sent = [size if rank in self.contributors else 0 for size in sizes]
-        return sent, [owned if member in self.contributors else 0 for member in self.members]
+        received = [owned if member in self.contributors else 0 for member in self.members]
+        return sent, received
+
+
+class _BucketKey(NamedTuple):
+    """Properties that all chunks of a bucket have in common."""
+
+    contributors: tuple[int, ...]
+    dtypes: Hashable
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    """A bucket that still takes chunks."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    num_bytes: int = 0
+    last_parameter: int = 0  # position of the parameter whose chunk came last
 
 
 def fuse(
@@ -52,35 +77,34 @@ def fuse(
     """Fuse chunks with the same contributors and dtypes into buckets, in the order in which they become complete.
 
     Args:
-        chunks: in the order in which their gradients come.
-        contributors: contributors of a chunk; for the way back, its holders.
-        dtypes: of a bucket's elements, by name of the parameter; chunks of different dtypes do not mix.
-        item_bytes: of an element, by name of the parameter.
-        bucket_bytes: a bucket is closed after the parameter with which it has so many.
+        chunks: all chunks, parameter after parameter, in the order in which the backward makes the gradients.
+        contributors: returns the contributors of a chunk; for buckets that gather values, the chunk's holders.
+        dtypes: dtypes of a bucket's elements, by name of the parameter; chunks of different dtypes do not mix.
+        item_bytes: bytes of an element, by name of the parameter.
+        bucket_bytes: a bucket is closed after the parameter with which it reaches this size.
     """
     members: dict[tuple[int, ...], set[int]] = {}
     for chunk in chunks:
         members.setdefault(contributors(chunk), set(contributors(chunk))).add(chunk.owner)
-    buckets: list[tuple[int, Bucket]] = []
-    filling: dict[tuple[tuple[int, ...], Hashable], list[Chunk]] = {}
-    filled_bytes: dict[tuple[tuple[int, ...], Hashable], int] = {}
-    last: dict[tuple[tuple[int, ...], Hashable], int] = {}
+    open_buckets: dict[_BucketKey, _OpenBucket] = {}
+    closed: list[tuple[int, Bucket]] = []  # with the position of the parameter that completes the bucket
 
-    def close(key: tuple[tuple[int, ...], Hashable]) -> None:
-        ranks, bucket_dtypes = key
-        buckets.append(
-            (last[key], Bucket(ranks, tuple(sorted(members[ranks])), bucket_dtypes, tuple(filling.pop(key))))
-        )
-        del filled_bytes[key]
+    def close(key: _BucketKey) -> None:
+        """Make a bucket of the chunks with this key."""
+        contents = open_buckets.pop(key)
+        ranks = tuple(sorted(members[key.contributors]))
+        bucket = Bucket(key.contributors, ranks, key.dtypes, tuple(contents.chunks))
+        closed.append((contents.last_parameter, bucket))
 
-    for position, (name, of_parameter) in enumerate(groupby(chunks, lambda chunk: chunk.name)):
-        for chunk in of_parameter:
-            key = contributors(chunk), dtypes[name]
-            filling.setdefault(key, []).append(chunk)
-            filled_bytes[key] = filled_bytes.get(key, 0) + chunk.size * item_bytes[name]
-            last[key] = position
-        for key in [key for key in filling if filled_bytes[key] >= bucket_bytes]:
+    for position, (name, chunks_of_parameter) in enumerate(groupby(chunks, lambda chunk: chunk.name)):
+        for chunk in chunks_of_parameter:
+            contents = open_buckets.setdefault(_BucketKey(contributors(chunk), dtypes[name]), _OpenBucket())
+            contents.chunks.append(chunk)
+            contents.num_bytes += chunk.size * item_bytes[name]
+            contents.last_parameter = position
+        # Only after all chunks of the parameter: they become complete together.
+        for key in [key for key, contents in open_buckets.items() if contents.num_bytes >= bucket_bytes]:
             close(key)
-    for key in list(filling):
+    for key in list(open_buckets):
         close(key)
-    return tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0]))
+    return tuple(bucket for _, bucket in sorted(closed, key=lambda pair: pair[0]))

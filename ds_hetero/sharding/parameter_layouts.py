@@ -1,4 +1,9 @@
-"""Layouts of parameters: how replicas and ZeRO owners cut them, as users of the gradient synchronization say."""
+"""Layouts of parameters: how the replicas and the ZeRO owners of a job cut each of them.
+
+Example: a [10, 4] parameter that replica 0 holds on rank 0, and replica 1 cuts by rows over ranks 1 and 2:
+
+    ParameterLayout((10, 4), (Cut.whole((10, 4), 0), Cut.along(0, [1, 2], [6, 4])))
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,11 @@ from ds_hetero.values.splits import Split
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A cut of a parameter between the ranks of one replica, or the ZeRO owners.
+    """A cut of a parameter between the ranks of one replica, or between the ZeRO owners.
 
     Args:
-        partial: gradients of copies are parts of a sum (a norm under Megatron's sequence parallelism, a KV head that
-            several ranks share); otherwise they are equal, and each copy accounts for a slice.
+        partial: whether the gradients of copies are parts of a sum (a norm under Megatron's sequence parallelism, a KV
+            head that several ranks share). Otherwise they are equal, and each copy contributes a slice.
 
     Raises:
         SyncError: another number of sizes than of parts, a negative size, a part that no rank holds, or a rank that
@@ -41,21 +46,21 @@ class Cut:
 
     @classmethod
     def whole(cls, shape: Sequence[int], *ranks: int, partial: bool = False) -> Cut:
-        """Every one of ``ranks`` holds all of a parameter of this shape."""
+        """Return a cut of one part: each of ``ranks`` holds all of a parameter of this shape."""
         return cls((ranks,), (prod(shape),), partial=partial)
 
     @classmethod
     def along(cls, dim: int | None, ranks: Sequence[int], sizes: Sequence[int]) -> Cut:
-        """Rank ``ranks[i]`` holds ``sizes[i]`` units of dimension ``dim``, in order (None: of the flat elements)."""
+        """Return a cut along ``dim``, or of the flat elements if it is None: ``ranks[i]`` holds ``sizes[i]`` units."""
         return cls(tuple((rank,) for rank in ranks), tuple(sizes), dim)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Every rank that holds something, in order of the parts."""
+        """Global ranks of all holders, in order of the parts."""
         return tuple(chain.from_iterable(self.holders))
 
     def part(self, rank: int) -> tuple[int, int] | None:
-        """Return ``(start, stop)`` along ``dim`` of the part of ``rank``; None if it holds nothing."""
+        """Return ``(start, stop)`` of the part of ``rank`` along ``dim``; None if it holds no part."""
         for holders, extent in zip(self.holders, Split(self.sizes).ranges, strict=True):
             if rank in holders:
                 return extent
@@ -64,17 +69,18 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """Shards of one parameter on every replica or stage, and on every ZeRO owner.
+    """How one parameter is cut in every replica (or stage), and between its ZeRO owners.
 
     Args:
-        cuts: one per summand of the gradient: per replica, in the same order for every parameter, or per stage that
-            holds the parameter; a rank belongs to one of them.
-        owners: who keeps optimizer state and the sum of the gradients of what, one rank per part. None gives every
-            element to one of its holders, which costs the fewest bytes.
+        shape: of the whole parameter.
+        cuts: one per summand of the gradient: one for each replica, in the same order for every parameter, or one for
+            each stage that holds the parameter. A rank belongs to one of them.
+        owners: cut of the sums of gradients and of the optimizer state, one rank per part. None lets the holders of an
+            element own it, which costs the fewest bytes.
 
     Raises:
         SyncError: a cut whose sizes do not sum to the shape, a dimension that does not exist, a rank in two
-            replicas, or a part with several owners.
+            replicas, no rank at all, or a part with several owners.
     """
 
     shape: tuple[int, ...]
@@ -88,9 +94,10 @@ class ParameterLayout:
                 raise SyncError(f"a parameter of shape {self.shape} has no dimension {cut.dim} to cut.")
             units = prod(self.shape) if cut.dim is None else self.shape[cut.dim]
             if sum(cut.sizes) != units:
-                what = "elements" if cut.dim is None else f"units of dimension {cut.dim}"
+                unit_name = "elements" if cut.dim is None else f"units of dimension {cut.dim}"
                 raise SyncError(
-                    f"a parameter of shape {self.shape} has {units} {what}, but a cut holds {sum(cut.sizes)}: {cut}."
+                    f"a parameter of shape {self.shape} has {units} {unit_name}, but the sizes of a cut sum to "
+                    f"{sum(cut.sizes)}: {cut}."
                 )
         ranks = [rank for cut in self.cuts for rank in cut.ranks]
         if not ranks or len(set(ranks)) < len(ranks):

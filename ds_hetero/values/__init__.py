@@ -1,1 +1,4 @@
-"""Values that both halves share: splits, schedules, placements, plans, the section of ds_config.json. No torch."""
+"""Values that planning and running share: splits, schedules, placements, plans, the section of ds_config.json.
+
+Nothing here imports torch.
+"""

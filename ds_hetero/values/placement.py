@@ -1,18 +1,18 @@
-"""The placement: which positions of one batch every rank holds.
+"""Placement: which positions of one batch every rank holds.
 
-A schedule holds for a whole job, a placement for one batch. A `Placer` makes it once, before the batch is cut; the
-shards, the exchange of heads and the ring's tables follow from it, and nothing derives it a second time.
+A schedule holds for a whole job, a placement for one batch. A `Placer` makes the placement once, before the batch is
+sharded; the shards, the Ulysses all-to-alls and the ring's tables are derived from it.
 
-    unit    an all-to-all group of the schedule, by its ring position
-    span    an interval of the batch's positions that is cut over units
-    lane    spans that are cut over the same units; KV travels round these and no others
+    unit    an all-to-all group of the schedule, numbered by its ring position
+    span    an interval of the batch's positions that is sharded over units
+    lane    spans that are sharded over the same units; their KV travels between these units alone
 
-That of `stream_placement` has one lane, in which the whole sequence is one span, cut over all units.
+The placement of `stream_placement` has one lane: the whole sequence is one span, sharded over all units.
 
-Where tokens move, attention and everything else have placements of their own: a rank holds some tokens that another
-rank attends to, see `TokenMove`.
+With `TokenMove`, a rank has other tokens in attention than in the rest of a layer: some tokens are in the attention of
+one rank, and another rank holds them everywhere else.
 
-Plain integers; nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from ds_hetero.values.schedule import Group, Schedule, cut_span
 Range = tuple[int, int]
 
 RemapWish = Literal["where_faster", "always", "never"]
-"""Whether tokens change ranks between attention and what is outside it."""
+"""When tokens change ranks between attention and the rest of a layer."""
 
 
 class TokenMove(NamedTuple):
-    """Tokens that are in one rank's attention, and with another rank everywhere else; the last that the first has."""
+    """Tokens that are in the attention of one rank, and that another rank holds everywhere else.
 
-    attends: int  # the rank whose attention they are in
-    holds: int  # the rank that has them outside attention
-    tokens: int
+    They are the last tokens in the attention of the first rank.
+    """
+
+    attention_rank: int  # rank whose attention has the tokens
+    holder: int  # rank that holds the tokens outside attention
+    tokens: int  # number of tokens
 
 
 class Rows(NamedTuple):
@@ -53,20 +56,21 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Spans of the batch that are cut over the same units.
+    """Spans of the batch that are sharded over the same units.
 
     Args:
-        by_heads: heads of every node, in the order of ``nodes``; the i-th members of all nodes exchange heads, and KV
-            stays inside nodes. Empty: KV goes from node to node. Members are then all units, each a rank, as many in
-            every node; a rank holds the same number of tokens of the lanes by heads, but others than ``tokens`` says.
+        by_heads: query heads of every node, in the order of ``nodes``. If given, the i-th members of all nodes exchange
+            heads by all-to-all, and KV stays inside nodes. Members are then all units, each a single rank, equally many
+            in every node. A rank holds as many tokens as ``tokens`` says, but at other positions. Empty: KV travels
+            from node to node.
     """
 
     members: tuple[int, ...]  # ring positions of the units, in the order in which KV travels
     spans: tuple[Range, ...]  # position intervals, ascending and disjoint
     tokens: tuple[tuple[int, ...], ...]  # whole tokens ``[span][member]``; zero is allowed
-    layout: str  # how a span is cut, one of `ds_hetero.values.schedule.LAYOUTS`
-    nodes: tuple[int, ...] = ()  # node of every member, if KV goes round nodes and inside; empty: one ring over all
-    proxies: bool = False  # members of nodes that do not pair up send for one another; see `ds_hetero.batch.routes`
+    layout: str  # how a span is sharded, one of `ds_hetero.values.schedule.LAYOUTS`
+    nodes: tuple[int, ...] = ()  # node of every member, for a ring of nodes with rings inside; empty: one flat ring
+    proxies: bool = False  # whether members of a node forward parts of each other's KV; see `ds_hetero.batch.routes`
     by_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,7 +81,7 @@ class Lane:
 
     @cached_property
     def intervals(self) -> tuple[tuple[Range, ...], ...]:
-        """Position intervals that each member holds, ascending; some may be empty."""
+        """Position intervals of each member, ascending; some may be empty."""
         intervals: list[tuple[Range, ...]] = [()] * len(self.members)
         for (first, _), tokens in zip(self.spans, self.tokens, strict=True):
             for member, chunks in enumerate(cut_span(tokens, self.layout)):
@@ -86,7 +90,7 @@ class Lane:
 
     @cached_property
     def member_tokens(self) -> tuple[int, ...]:
-        """Tokens of every member, of all spans."""
+        """Number of tokens of every member, all spans together."""
         by_member = zip(*self.tokens, strict=True)
         return tuple(map(sum, by_member))
 
@@ -94,7 +98,7 @@ class Lane:
         """Return Zeppelin's zone of the lane: ``"local"`` for one unit, ``"node"`` or ``"cluster"``.
 
         Args:
-            node: of every unit, by ring position.
+            node: node of every unit, by ring position.
         """
         if len(self.members) == 1:
             return "local"
@@ -104,79 +108,83 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which position intervals of one batch every rank of a replica holds; the same in every row of the batch.
+    """Position intervals of one batch that every rank of a replica holds; all rows of the batch have the same.
 
-    A unit's tokens are ordered by lane, span and position. Its ranks hold consecutive parts of that order, by
-    ascending rank; that is `in_attention`. Of these a rank holds all but the last, which are in ``moves``, and behind
-    them what it takes over from others, by ascending rank.
+    The tokens of a unit are ordered by lane, span and position. The unit's ranks, in ascending order, have consecutive
+    parts of them in attention (`in_attention`). Outside attention a rank holds its part without the last tokens, which
+    ``moves`` gives to other ranks, followed by the tokens that ``moves`` gives to it, by ascending rank.
     """
 
     schedule: Schedule  # the replica's schedule
     length: int  # tokens of the whole sequence
     rank_tokens: tuple[int, ...]  # whole tokens that every rank holds, in the order of ``schedule.ranks``
-    lanes: tuple[Lane, ...]  # in the order in which the forward works on them; together they hold every position once
-    rows: tuple[Rows, ...] = ()  # rows with their documents, covering the batch in order; empty while not known
-    moves: tuple[TokenMove, ...] = ()  # tokens that change ranks for attention, ascending; a rank takes over or gives
+    lanes: tuple[Lane, ...]  # in the order in which the forward works on them; together they have every position once
+    rows: tuple[Rows, ...] = ()  # rows with their documents, covering the batch in order; empty while unknown
+    moves: tuple[TokenMove, ...] = ()  # tokens that change ranks for attention, ascending; no rank both gives and gets
 
     def __post_init__(self) -> None:
         if self.moves:
             assert list(self.moves) == sorted(self.moves) and min(move.tokens for move in self.moves) > 0, self.moves
-            assert not {move.attends for move in self.moves} & {move.holds for move in self.moves}, self.moves
+            assert not {move.attention_rank for move in self.moves} & {move.holder for move in self.moves}, self.moves
             assert min(self.rank_tokens) >= 0, (self.rank_tokens, self.moves)
-            assert self.in_attention.length == self.length  # the tokens of its units are checked
+            assert self.in_attention.length == self.length  # its constructor checks the tokens of the units
             return
         unit_tokens = _unit_tokens(self.schedule, self.lanes)
-        of_ranks = [self.group_tokens(position) for position in range(self.schedule.ring_size)]
-        assert unit_tokens == of_ranks, (unit_tokens, self.rank_tokens)
+        group_tokens = [self.group_tokens(position) for position in range(self.schedule.ring_size)]
+        assert unit_tokens == group_tokens, (unit_tokens, self.rank_tokens)
         assert sum(unit_tokens) == self.length, (unit_tokens, self.length)
 
     @cached_property
     def in_attention(self) -> Placement:
-        """The placement that attention works on: itself where no tokens move."""
+        """The placement that attention works on; equal to this one if no tokens move."""
         if not self.moves:
             return self
         tokens = dict(self._tokens)
         for move in self.moves:
-            tokens[move.attends] += move.tokens
-            tokens[move.holds] -= move.tokens
+            tokens[move.attention_rank] += move.tokens
+            tokens[move.holder] -= move.tokens
         return replace(self, rank_tokens=tuple(tokens[rank] for rank in self.schedule.ranks), moves=())
 
     def with_moves(self, moves: Sequence[TokenMove]) -> Placement:
-        """Return the placement with tokens that other ranks hold outside attention; it must have no moves yet."""
+        """Return the placement with ``moves`` outside attention; it must have none yet."""
         assert not self.moves, self.moves
         tokens = dict(self._tokens)
         for move in moves:
-            tokens[move.attends] -= move.tokens
-            tokens[move.holds] += move.tokens
+            tokens[move.attention_rank] -= move.tokens
+            tokens[move.holder] += move.tokens
         rank_tokens = tuple(tokens[rank] for rank in self.schedule.ranks)
         return replace(self, rank_tokens=rank_tokens, moves=tuple(sorted(moves)))
 
     def tokens(self, rank: int) -> int:
-        """Tokens of one row that ``rank`` holds."""
+        """Return the number of tokens of one row that ``rank`` holds."""
         return self._tokens[rank]
 
     def group_tokens(self, position: int) -> int:
-        """Tokens of one row that the unit at ring position ``position`` holds."""
+        """Return the number of tokens of one row that the unit at ring position ``position`` holds."""
         return sum(map(self.tokens, self.schedule.ring_groups[position].ranks))
 
     def intervals(self, rank: int) -> tuple[Range, ...]:
-        """Position intervals of ``rank`` in its tokens' order, none empty. Raises `ScheduleError`: an unknown rank."""
+        """Return the position intervals of ``rank`` in the order of its tokens; none is empty.
+
+        Raises:
+            ScheduleError: the schedule does not have the rank.
+        """
         if rank not in self._intervals:
             raise ScheduleError(f"rank {rank} is not in the schedule, whose ranks are {self.schedule.ranks}.")
         return self._intervals[rank]
 
     def positions(self, rank: int) -> list[int]:
-        """Every position that ``rank`` holds, in the order of its tokens."""
+        """List every position that ``rank`` holds, in the order of its tokens."""
         return list(chain.from_iterable(range(start, stop) for start, stop in self.intervals(rank)))
 
     @property
     def is_stream(self) -> bool:
-        """Whether the sequence was cut by its length alone, over all units."""
+        """Whether the sequence was sharded by its length alone, over all units."""
         lane = self.lanes[0]
         return len(self.lanes) == 1 and len(lane.members) == self.schedule.ring_size and len(lane.spans) == 1
 
     def with_rows(self, rows: tuple[Rows, ...]) -> Placement:
-        """Return the placement for a batch whose documents are known."""
+        """Return the same placement for a batch whose rows have the documents in ``rows``."""
         return replace(self, rows=rows)
 
     @cached_property
@@ -192,88 +200,96 @@ class Placement:
 
     @cached_property
     def parts(self) -> tuple[PlacementPart, ...]:
-        """Runs of lanes that exchange heads over the same groups, as attention has them; one where all do as usual."""
+        """Runs of lanes that exchange heads over the same groups in attention; one part if no lane is ``by_heads``."""
         if self.moves:
             return self.in_attention.parts
         if not any(lane.by_heads for lane in self.lanes):
             return (PlacementPart(self, ((0, 0),)),)
 
-        def exchange(lane: Lane) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            """Properties of a lane that decide which groups exchange heads."""
+        def exchanging_groups(lane: Lane) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            """Return the fields of a lane that decide which groups exchange heads."""
             return lane.by_heads, lane.nodes if lane.by_heads else ()
 
-        return tuple(_part_of(self, tuple(run)) for _, run in groupby(self.lanes, key=exchange))
+        return tuple(_make_part(self, tuple(run)) for _, run in groupby(self.lanes, key=exchanging_groups))
 
     @cached_property
     def _intervals(self) -> dict[int, tuple[Range, ...]]:
+        """Position intervals by rank."""
         if self.moves:
             return self._moved_intervals()
         intervals: dict[int, tuple[Range, ...]] = {}
         if any(lane.by_heads for lane in self.lanes):
             for rank in self.schedule.ranks:
-                of_parts = (map(part.outer, part.placement.intervals(rank)) for part in self.parts)
-                intervals[rank] = tuple(chain.from_iterable(of_parts))
+                intervals_by_part = (map(part.outer, part.placement.intervals(rank)) for part in self.parts)
+                intervals[rank] = tuple(chain.from_iterable(intervals_by_part))
             return intervals
         unit_intervals: list[list[Range]] = [[] for _ in range(self.schedule.ring_size)]
         for lane in self.lanes:
-            for position, of_member in zip(lane.members, lane.intervals, strict=True):
-                unit_intervals[position] += of_member
-        for group, of_unit in zip(self.schedule.ring_groups, unit_intervals, strict=True):
+            for position, member_intervals in zip(lane.members, lane.intervals, strict=True):
+                unit_intervals[position] += member_intervals
+        for group, group_intervals in zip(self.schedule.ring_groups, unit_intervals, strict=True):
             ranks = sorted(group.ranks)
             cuts = accumulate(map(self.tokens, ranks), initial=0)
             for rank, part in zip(ranks, pairwise(cuts), strict=True):
-                intervals[rank] = _part(of_unit, part)
+                intervals[rank] = _select_tokens(group_intervals, part)
         return intervals
 
     def _moved_intervals(self) -> dict[int, tuple[Range, ...]]:
-        """Intervals of every rank: the tokens of its attention that it keeps, then those that it takes over.
+        """Return the intervals of every rank with moves: the tokens of its attention that it keeps, then those it gets.
 
-        A rank with 10 tokens in attention that gives 3 and then 1 away keeps the first 6 of them; [6, 9) and [9, 10)
-        go.
+        A rank with 10 tokens in attention that gives 3 to one rank and 1 to another keeps tokens 0-5; tokens 6-8 go to
+        the first, token 9 to the second.
         """
         in_attention = self.in_attention.intervals
-        intervals = {rank: _part(in_attention(rank), (0, self.tokens(rank))) for rank in self.schedule.ranks}
-        next_to_give = dict(self._tokens)  # the first of a rank's tokens in attention that has no holder yet
+        intervals = {rank: _select_tokens(in_attention(rank), (0, self.tokens(rank))) for rank in self.schedule.ranks}
+        next_to_give = dict(self._tokens)  # first token of a rank's attention that has no holder yet, by rank
         for move in self.moves:
-            start = next_to_give[move.attends]
+            start = next_to_give[move.attention_rank]
             stop = start + move.tokens
-            intervals[move.holds] += _part(in_attention(move.attends), (start, stop))
-            next_to_give[move.attends] = stop
+            intervals[move.holder] += _select_tokens(in_attention(move.attention_rank), (start, stop))
+            next_to_give[move.attention_rank] = stop
         return intervals
 
 
 def _unit_tokens(schedule: Schedule, lanes: Sequence[Lane]) -> list[int]:
-    """Tokens of every unit, by ring position."""
+    """Count the tokens of every unit, by ring position."""
     tokens = [0] * schedule.ring_size
     for lane in lanes:
-        for position, more in zip(lane.members, lane.member_tokens, strict=True):
-            tokens[position] += more
+        for position, lane_tokens in zip(lane.members, lane.member_tokens, strict=True):
+            tokens[position] += lane_tokens
     return tokens
 
 
 class PlacementPart(NamedTuple):
-    """Some lanes of a placement as one of their own, whose positions are those of their spans one behind the other."""
+    """Some lanes of a batch as a placement by itself: their spans are moved together, so that they begin at position 0.
 
-    placement: Placement  # of these lanes; its schedule has the groups that exchange heads
-    shifts: tuple[Range, ...]  # where spans begin in ``placement``, ascending, with what to add for own positions
+    Example: lanes with spans [10, 14) and [20, 25) of the batch become a placement of 9 positions with spans [0, 4) and
+    [4, 9).
+    """
+
+    placement: Placement  # placement of these lanes; its schedule has the groups that exchange heads
+    shifts: tuple[Range, ...]  # start of every span in ``placement``, ascending, and what to add for batch positions
 
     def outer(self, interval: Range) -> Range:
-        """The positions of an interval of ``placement`` that lies in one span."""
+        """Convert an interval of ``placement``, which must lie in one span, to positions of the batch."""
         shift = self.shifts[bisect_right(self.shifts, (interval[0], inf)) - 1][1]
         return interval[0] + shift, interval[1] + shift
 
 
-def _part_of(whole: Placement, lanes: Sequence[Lane]) -> PlacementPart:
-    """Return a placement of some lanes, whose units are single ranks, in which their spans follow one another.
+def _make_part(whole: Placement, lanes: Sequence[Lane]) -> PlacementPart:
+    """Make the `PlacementPart` of some lanes, whose units are single ranks.
 
-    Spans [10, 14) and [20, 25) become [0, 4) and [4, 9); a document [21, 24) becomes [5, 8), and one that lies in no
-    span of these lanes is left out.
+    Spans [10, 14) and [20, 25) become [0, 4) and [4, 9). A document [21, 24) becomes [5, 8); a document in none of
+    these spans is left out.
     """
     spans = sorted(chain.from_iterable(lane.spans for lane in lanes))
     *starts, length = accumulate((stop - start for start, stop in spans), initial=0)
-    moved_spans = {span: (at, at + span[1] - span[0]) for span, at in zip(spans, starts, strict=True)}
+    moved_spans = {}
+    for (start, stop), new_start in zip(spans, starts, strict=True):
+        moved_spans[start, stop] = (new_start, new_start + stop - start)
 
     def moved_documents(row: Rows) -> Rows:
+        """Return the row with its documents at the positions to which their spans were moved."""
         documents = []
         for start, stop in row.documents:
             index = bisect_right(spans, (start, inf)) - 1
@@ -284,25 +300,25 @@ def _part_of(whole: Placement, lanes: Sequence[Lane]) -> PlacementPart:
 
     schedule = whole.schedule
     moved_lanes = [replace(lane, spans=tuple(moved_spans[span] for span in lane.spans)) for lane in lanes]
-    tokens_of_rank = {}
+    tokens_by_rank = {}
     for group, tokens in zip(schedule.ring_groups, _unit_tokens(schedule, lanes), strict=True):
-        tokens_of_rank[group.ranks[0]] = tokens
+        tokens_by_rank[group.ranks[0]] = tokens
     if lanes[0].by_heads:
         schedule = _schedule_by_heads(schedule, lanes[0])
         moved_lanes = [_lane_by_heads(lane) for lane in moved_lanes]
     placement = Placement(
         schedule=schedule,
         length=length,
-        rank_tokens=tuple(tokens_of_rank[rank] for rank in schedule.ranks),
+        rank_tokens=tuple(tokens_by_rank[rank] for rank in schedule.ranks),
         lanes=tuple(moved_lanes),
         rows=tuple(map(moved_documents, whole.rows)),
     )
-    shifts = [(at, span[0] - at) for span, at in zip(spans, starts, strict=True)]
+    shifts = [(new_start, start - new_start) for (start, _), new_start in zip(spans, starts, strict=True)]
     return PlacementPart(placement, tuple(shifts))
 
 
 def _slots(lane: Lane) -> list[list[int]]:
-    """Indices of the members of a lane by heads: the i-th of every node, in the order of ``by_heads``."""
+    """Group the members of a lane with ``by_heads``: the i-th slot has the index of every node's i-th member."""
     by_node: dict[int, list[int]] = {}
     for index, node in enumerate(lane.nodes):
         by_node.setdefault(node, []).append(index)
@@ -310,7 +326,10 @@ def _slots(lane: Lane) -> list[list[int]]:
 
 
 def _schedule_by_heads(schedule: Schedule, lane: Lane) -> Schedule:
-    """The i-th ranks of all nodes are a group; all groups cut the heads alike, so that rings stay inside nodes."""
+    """Return the schedule in which the i-th ranks of all nodes are a group.
+
+    All groups split the heads at the same places, so each ring stays inside a node.
+    """
     groups = []
     for slot in _slots(lane):
         ranks = tuple(schedule.ring_groups[lane.members[index]].ranks[0] for index in slot)
@@ -320,18 +339,18 @@ def _schedule_by_heads(schedule: Schedule, lane: Lane) -> Schedule:
 
 
 def _lane_by_heads(lane: Lane) -> Lane:
-    """The lane over the groups of `_schedule_by_heads`."""
+    """Return the lane whose members are the groups of `_schedule_by_heads`."""
     slots = _slots(lane)
 
-    def by_slot(span_tokens: Sequence[int]) -> tuple[int, ...]:
+    def tokens_by_slot(span_tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(sum(span_tokens[index] for index in slot) for slot in slots)
 
-    tokens = tuple(map(by_slot, lane.tokens))
+    tokens = tuple(map(tokens_by_slot, lane.tokens))
     return Lane(members=tuple(range(len(slots))), spans=lane.spans, tokens=tokens, layout=lane.layout)
 
 
 class Placer(Protocol):
-    """Decides the placement of every batch: a pure function, so that all ranks come to the same one."""
+    """Decides the placement of every batch. It is a pure function, so all ranks compute the same placement."""
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch. Raises `ScheduleError`: the batch does not fit the schedule."""
@@ -340,7 +359,11 @@ class Placer(Protocol):
 
 @lru_cache(maxsize=64)
 def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
-    """Cut the sequence by its length; equal arguments give the same object. Raises `ScheduleError`: too short."""
+    """Place a sequence by its length alone; equal arguments return the same object.
+
+    Raises:
+        ScheduleError: the sequence is too short for the schedule.
+    """
     lane = Lane(
         members=tuple(range(schedule.ring_size)),
         spans=((0, length),),
@@ -351,10 +374,13 @@ def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = (
     return Placement(schedule=schedule, length=length, rank_tokens=rank_tokens, lanes=(lane,), rows=rows)
 
 
-def _part(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
-    """Tokens ``part`` of those in ``intervals``, counted in their order.
+def _select_tokens(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
+    """Return the positions of some of the tokens in ``intervals``, as intervals.
 
-    Tokens [3, 6) of [10, 14) and [20, 25) are [13, 14) and [20, 22).
+    The positions [10, 14) and [20, 25) have 9 tokens; their tokens 3-5 are at [13, 14) and [20, 22).
+
+    Args:
+        part: first token, and token after the last one.
     """
     part_start, part_stop = part
     ranges, counted = [], 0

@@ -1,13 +1,13 @@
-"""The schedule: which tokens and heads every rank holds.
+"""Schedule of one sequence-parallel replica: which tokens and heads every rank holds.
 
-A schedule is data. The planner finds it, a user writes it by hand, or a rule in `ds_hetero.values.baselines` makes it;
-the runtime executes it and does not depend on its origin. HexiSeq calls it T (arXiv:2605.07569, section
-3.1): A2A groups, their ring order, per-rank tokens and per-rank heads.
+A schedule is data: all-to-all groups, their ring order, tokens and heads of every rank. The planner finds it, a user
+writes it by hand, or a rule in `ds_hetero.values.baselines` makes it; the runtime executes it and does not depend on
+its origin. HexiSeq calls it T (arXiv:2605.07569, section 3.1).
 
-    tokens are weights: `Schedule.tokens` turns them into whole tokens for a length, the same on every rank
+    tokens are weights: `Schedule.tokens` converts them to whole tokens for a length, the same on every rank
     heads are exact:    they sum to num_heads in every group
 
-Plain integers; nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Ranks that exchange by all-to-all: HexiSeq's G_k."""
+    """Ranks that exchange tokens for heads by a Ulysses all-to-all, with their shares of both: HexiSeq's G_k."""
 
-    ranks: tuple[int, ...]  # global ranks; heads are cut in this order, tokens are laid out by ascending rank
+    ranks: tuple[int, ...]  # global ranks; heads are split in this order, tokens by ascending rank
     tokens: tuple[float, ...]  # token weight of each rank, >= 0; only the ratio over the whole schedule matters
     heads: tuple[int, ...]  # query heads of each rank after the all-to-all; zero is allowed
 
     @property
     def weight(self) -> float:
-        """The group's token weight, L_k up to scale."""
+        """Sum of the token weights of the group's ranks, to which its number of tokens L_k is proportional."""
         return sum(self.tokens)
 
     @property
     def head_split(self) -> Split:
-        """Heads in the order of ``ranks``."""
+        """Split of the query heads over the ranks, in the order of ``ranks``."""
         return Split(self.heads)
 
     def head_range(self, rank: int) -> tuple[int, int]:
-        """Query heads ``[start, stop)`` of ``rank``."""
+        """Return the query heads ``[start, stop)`` of ``rank``."""
         return self.head_split.ranges[self.ranks.index(rank)]
 
     def to_dict(self) -> JsonDict:
-        """A group in the schedule file format."""
+        """Return the group in the format of schedule files."""
         return {"ranks": list(self.ranks), "tokens": list(self.tokens), "heads": list(self.heads)}
 
 
@@ -76,13 +76,13 @@ class Schedule:
             intervals, so that causal work is in proportion to tokens.
 
     Raises:
-        ScheduleError: anything above does not hold. The message names the field and its values.
+        ScheduleError: the fields contradict each other or are out of range. The message names the field and its value.
     """
 
     num_heads: int  # query heads of the model
     num_kv_heads: int  # key/value heads; divides ``num_heads``
     groups: tuple[Group, ...]  # all-to-all groups; they hold every rank ``first_rank .. first_rank + sp_size - 1`` once
-    ring: tuple[int, ...] = ()  # order in which KV travels, by index of ``groups``; left out, the order given
+    ring: tuple[int, ...] = ()  # order in which KV travels, as indices of ``groups``; empty: the order of ``groups``
     layout: str = "zigzag"
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Schedule:
 
     @property
     def sp_size(self) -> int:
-        """Ranks of the replica."""
+        """Number of ranks of the replica."""
         return sum(len(group.ranks) for group in self.groups)
 
     @cached_property
@@ -102,28 +102,32 @@ class Schedule:
 
     @property
     def ring_size(self) -> int:
-        """Number of groups K."""
+        """Number of groups: K."""
         return len(self.groups)
 
     @cached_property
     def ring_groups(self) -> tuple[Group, ...]:
-        """The groups in ring order; position in this tuple is the ring position used everywhere below."""
+        """Groups in ring order; the index in this tuple is a group's ring position."""
         return tuple(self.groups[i] for i in self.ring)
 
     @property
     def queries_per_kv_head(self) -> int:
-        """Query heads that share one KV head."""
+        """Number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     def ring_position(self, rank: int) -> int:
-        """Ring position of the group that holds ``rank``. Raises `ScheduleError`: ``rank`` is not in the schedule."""
+        """Return the ring position of the group of ``rank``. Raises `ScheduleError`: the schedule lacks the rank."""
         for position, group in enumerate(self.ring_groups):
             if rank in group.ranks:
                 return position
         raise ScheduleError(f"rank {rank} is not in the schedule, whose ranks are {self.ranks}.")
 
     def kv_heads(self, start: int, stop: int) -> tuple[int, int]:
-        """KV heads ``[start, stop)`` that serve query heads ``[start, stop)``; a KV head on a cut is on both sides."""
+        """Return the KV heads ``[start, stop)`` that query heads ``[start, stop)`` need.
+
+        Two ranges of query heads may need the same KV head: with 4 query heads per KV head, 0-5 and 6-11 need KV heads
+        0-1 and 1-2.
+        """
         first = start // self.queries_per_kv_head
         if stop <= start:
             return first, first
@@ -131,11 +135,15 @@ class Schedule:
 
     @property
     def sub_rings(self) -> tuple[Piece, ...]:
-        """The tasks of `sub_ring_tasks` in the ring of all groups."""
+        """Sub-ring tasks of the ring of all groups, see `sub_ring_tasks`."""
         return self.sub_ring_tasks(tuple(range(self.ring_size)))
 
     def sub_ring_tasks(self, members: tuple[int, ...]) -> tuple[Piece, ...]:
-        """Head ranges of one rank per group (HexiSeq section 3.3); ``owners[k]``: global rank in ``members[k]``."""
+        """Return the sub-ring tasks of some groups: ranges of heads that one rank per group computes.
+
+        See HexiSeq, section 3.3. ``owners[k]`` of a task is the global rank in the group at ring position
+        ``members[k]``.
+        """
         return _sub_ring_tasks(self, members)
 
     @property
@@ -147,37 +155,42 @@ class Schedule:
         return tuple(weights[rank] for rank in self.ranks)
 
     def tokens(self, length: int) -> dict[int, int]:
-        """Whole tokens of every rank, by largest remainder. Raises `ScheduleError`: fewer than ranks to hold some."""
+        """Return the whole tokens of every rank, by largest remainder.
+
+        Raises:
+            ScheduleError: there are fewer tokens than ranks with a positive weight.
+        """
         return dict(_tokens(self, length))
 
     def group_tokens(self, length: int) -> tuple[int, ...]:
-        """Tokens L_k of the groups in ring order."""
+        """Return the number of tokens L_k of every group, in ring order."""
         tokens = self.tokens(length)
         return tuple(sum(tokens[rank] for rank in group.ranks) for group in self.ring_groups)
 
     def chunks(self, length: int) -> tuple[tuple[Range, ...], ...]:
-        """Position intervals ``(start, stop)`` that each group holds, in ring order; ascending inside a group."""
+        """Return the position intervals ``(start, stop)`` of every group, in ring order; ascending inside a group."""
         return cut_span(self.group_tokens(length), self.layout)
 
     def shifted(self, first_rank: int) -> Schedule:
-        """The same schedule for a replica whose lowest rank is ``first_rank``."""
+        """Return the same schedule for a replica whose lowest rank is ``first_rank``."""
         offset = first_rank - self.ranks[0]
         return self._renumbered(lambda rank: rank + offset) if offset else self
 
     def on_ranks(self, ranks: Sequence[int]) -> Schedule:
-        """The same schedule with ``ranks[r]``, distinct and one for each from 0, in the place of rank r."""
+        """Return the same schedule in which ``ranks[r]`` takes the place of rank r; the schedule's ranks begin at 0."""
         return self._renumbered(lambda rank: ranks[rank])
 
     def with_places(self, ranks: Sequence[int]) -> Schedule:
-        """The same schedule with a rank's place in ``ranks`` instead of the rank."""
+        """Return the same schedule in which the index of a rank in ``ranks`` takes its place; inverse of `on_ranks`."""
         return self._renumbered(lambda rank: ranks.index(rank))
 
     def _renumbered(self, new_rank: Callable[[int], int]) -> Schedule:
+        """Return the same schedule with every rank replaced by ``new_rank(rank)``."""
         groups = [replace(group, ranks=tuple(map(new_rank, group.ranks))) for group in self.groups]
         return replace(self, groups=tuple(groups))
 
     def to_dict(self) -> JsonDict:
-        """The schedule file format, version 1; see docs/schedules.md."""
+        """Return the content of a schedule file, version 1; see docs/schedules.md."""
         return {
             "version": VERSION,
             "num_heads": self.num_heads,
@@ -188,19 +201,19 @@ class Schedule:
         }
 
     def to_json(self) -> str:
-        """Canonical JSON, one line."""
+        """Return canonical JSON on one line."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @cached_property
     def fingerprint(self) -> int:
         """63-bit hash of the canonical JSON, compared between ranks before the first collective."""
-        import hashlib  # takes longer than a schedule's check, and plans do without
+        import hashlib  # importing it takes longer than checking a schedule, and planning does not need it
 
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8], "big") >> 1
 
     @classmethod
     def from_dict(cls, data: JsonObject) -> Schedule:
-        """Read the schedule file format. Raises `ScheduleError`: wrong keys or types, or it is inconsistent."""
+        """Read the content of a schedule file. Raises `ScheduleError`: wrong keys, types or values."""
         known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
         expect_object_keys("schedule", data, known - {"layout", "ring"}, {"layout", "ring"}, ScheduleError)
         if not is_whole(data["version"], VERSION, VERSION):
@@ -232,7 +245,11 @@ class Schedule:
 
 
 def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, ...]:
-    """``schedule`` once per consecutive block of ranks. Raises `ScheduleError`: it does not divide ``world_size``."""
+    """Repeat a schedule for every consecutive block of ranks.
+
+    Raises:
+        ScheduleError: the schedule's ranks do not begin at 0, or their number does not divide ``world_size``.
+    """
     if schedule.ranks[0] != 0:
         raise ScheduleError(f"the schedule's ranks {schedule.ranks} must begin at 0.")
     if world_size % schedule.sp_size:
@@ -245,6 +262,7 @@ def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, 
 
 @lru_cache(maxsize=1024)
 def _sub_ring_tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Compute `Schedule.sub_ring_tasks`, cached: the common refinement of the groups' head splits."""
     groups = [schedule.ring_groups[member] for member in members]
     tasks = []
     for piece in refine([group.head_split for group in groups]):
@@ -255,11 +273,12 @@ def _sub_ring_tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece
 
 @lru_cache(maxsize=64)
 def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
+    """Compute `Schedule.tokens`, cached: pairs of rank and tokens."""
     weights = schedule.token_weights
-    busy = sum(1 for weight in weights if weight)
-    if length < busy:
+    num_holders = sum(1 for weight in weights if weight)
+    if length < num_holders:
         raise ScheduleError(
-            f"a sequence of {length} tokens is shorter than the {busy} ranks that are to hold some of it. "
+            f"a sequence of {length} tokens is shorter than the {num_holders} ranks that need at least one each. "
             "Use longer sequences, fewer sequence-parallel ranks, or a schedule that gives some ranks weight 0."
         )
     return tuple(zip(schedule.ranks, share(length, weights), strict=True))
@@ -267,10 +286,10 @@ def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=64)
 def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
-    """Position intervals, ascending, of as many shares of ``0 .. sum(sizes) - 1`` as there are ``sizes``.
+    """Divide the positions ``0 .. sum(sizes) - 1`` into shares of these sizes; each is a tuple of ascending intervals.
 
-    Zigzag gives out halves forth and back, so that every share has early and late positions: of 4 and 3 tokens the
-    first share has [0, 2) and [5, 7), the second [2, 4) and [4, 5).
+    ``"contiguous"`` gives every share one interval. ``"zigzag"`` gives out halves forth and back, so that every share
+    has early and late positions. With sizes 4 and 3 the first share is [0, 2) and [5, 7), the second [2, 4), [4, 5).
     """
     if layout == "contiguous":
         return tuple((part,) for part in Split(sizes).ranges)
@@ -282,20 +301,25 @@ def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ..
     return tuple((first, (middle + start, middle + stop)) for first, (start, stop) in zip(front, back, strict=True))
 
 
-def _check(s: Schedule) -> None:
+def _check(schedule: Schedule) -> None:
+    """Check all fields of a schedule. Raises `ScheduleError`, which names the field and its value."""
     for name in ("num_heads", "num_kv_heads"):
-        expect_whole_number(name, getattr(s, name), 1, MAX_HEADS, ScheduleError)
-    if s.num_heads % s.num_kv_heads:
-        raise ScheduleError(f"num_heads={s.num_heads} is not a multiple of num_kv_heads={s.num_kv_heads}.")
-    if s.layout not in LAYOUTS:
-        raise ScheduleError(f"layout {shortened(s.layout)} is unknown; it is one of {', '.join(LAYOUTS)}.")
-    if not s.groups:
-        raise ScheduleError("groups is empty; a schedule has at least one group.")
-    if not all(is_whole(i, 0, len(s.groups) - 1) for i in s.ring) or sorted(s.ring) != list(range(len(s.groups))):
+        expect_whole_number(name, getattr(schedule, name), 1, MAX_HEADS, ScheduleError)
+    if schedule.num_heads % schedule.num_kv_heads:
         raise ScheduleError(
-            f"ring {shortened(list(s.ring))} must name each of the {len(s.groups)} groups once, by index."
+            f"num_heads={schedule.num_heads} is not a multiple of num_kv_heads={schedule.num_kv_heads}."
         )
-    for i, group in enumerate(s.groups):
+    if schedule.layout not in LAYOUTS:
+        raise ScheduleError(f"layout {shortened(schedule.layout)} is unknown; it is one of {', '.join(LAYOUTS)}.")
+    if not schedule.groups:
+        raise ScheduleError("groups is empty; a schedule has at least one group.")
+    indices = list(range(len(schedule.groups)))
+    are_indices = all(is_whole(i, 0, len(schedule.groups) - 1) for i in schedule.ring)
+    if not are_indices or sorted(schedule.ring) != indices:
+        raise ScheduleError(
+            f"ring {shortened(list(schedule.ring))} must name each of the {len(schedule.groups)} groups once, by index."
+        )
+    for i, group in enumerate(schedule.groups):
         if not group.ranks or not len(group.ranks) == len(group.tokens) == len(group.heads):
             raise ScheduleError(
                 f"groups[{i}] needs one entry of tokens and heads per rank, "
@@ -308,13 +332,13 @@ def _check(s: Schedule) -> None:
             raise ScheduleError(f"groups[{i}].heads must be whole numbers >= 0, got {shortened(list(group.heads))}.")
         if not all(map(is_weight, group.tokens)):
             raise ScheduleError(f"groups[{i}].tokens must be finite weights >= 0, got {shortened(list(group.tokens))}.")
-        if sum(group.heads) != s.num_heads:
+        if sum(group.heads) != schedule.num_heads:
             raise ScheduleError(
                 f"groups[{i}].heads {shortened(list(group.heads))} sum to {sum(group.heads)}, "
-                f"but the model has num_heads={s.num_heads}. Every group computes every head of its tokens."
+                f"but the model has num_heads={schedule.num_heads}. Every group computes every head of its tokens."
             )
-    ranks = list(chain.from_iterable(group.ranks for group in s.groups))
+    ranks = list(chain.from_iterable(group.ranks for group in schedule.groups))
     if sorted(ranks) != list(range(min(ranks), min(ranks) + len(ranks))):
         raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {shortened(sorted(ranks))}.")
-    if not any(group.weight for group in s.groups):
+    if not any(group.weight for group in schedule.groups):
         raise ScheduleError("all token weights are zero; at least one rank must hold tokens.")

@@ -1,8 +1,8 @@
-"""The "heterogeneity" section of ds_config.json: its keys, its checks, and a message for every mistake.
+"""The "heterogeneity" section of ds_config.json: its keys, their checks, and the messages for wrong values.
 
     section = read_section(content)        # None with "enabled": false
 
-`ds_hetero.decision.decide` turns a section into a plan. This module imports no torch, so that a configuration can be
+`ds_hetero.decision.resolve` makes a plan for a section. This module does not import torch, so a configuration can be
 checked without it.
 """
 
@@ -34,38 +34,42 @@ from ds_hetero.values.placement import RemapWish
 KernelName = Literal["flash_attn", "torch", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
-# Requested kernel: one for all ranks, a list by rank, or a mapping from parts of device names; None lets every rank
-# choose the best for its device.
+# Requested kernels: one for all ranks, a list by rank, or a mapping from parts of device names to kernels. None: every
+# rank chooses the best kernel for its device.
 KernelWish = KernelName | list[KernelName | None] | dict[str, KernelName] | None
 
 SECTION = "heterogeneity"
 
 
 class ReplanSection(BaseModel):
-    """``"replan"``: search for a new plan during training, when measured speeds have changed."""
+    """``"replan"``: whether a job searches for a new plan when measured speeds have changed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    enabled: bool = False  # off by default
-    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)  # steps between two observations; a change takes two
-    min_gain: float = Field(default=0.05, ge=0, lt=1)  # predicted gain, as a share, below which the schedule stays
+    enabled: bool = False
+    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)  # steps between two observations; a change needs two
+    min_gain: float = Field(default=0.05, ge=0, lt=1)  # smallest predicted gain, as a share of the step, for a change
     report_only: bool = False  # name slow ranks and the gain of re-planning, but change nothing
 
     @model_validator(mode="after")
     def _either_reports_or_changes(self) -> ReplanSection:
         if self.enabled and self.report_only:
-            raise ValueError("cannot be enabled and report_only: the one changes schedules, the other changes nothing.")
+            raise ValueError(
+                "cannot be enabled and report_only: enabled changes schedules, report_only changes nothing. Set one of "
+                "them to false"
+            )
         return self
 
 
 class PlacementSection(BaseModel):
-    """``"placement"``: the positions of a batch that each rank holds. A string stands for an object with that mode.
+    """``"placement"``: how the positions of a batch are placed on ranks. A string stands for an object with that mode.
 
     Args:
-        mode: ``"stream"`` shards every batch by its length alone, ``"documents"`` by its documents; left out, by its
-            documents if that is predicted to save more than predictions err, see `ds_hetero.job.documents`.
-        max_tokens: most tokens of a batch row in one all-to-all group; left out, as many as are predicted to fit.
-        remap: whether tokens have other ranks in attention than in the rest of the layers; for mode ``"documents"``.
+        mode: ``"stream"`` shards every batch by its length alone, ``"documents"`` by its documents. If left out, the
+            documents decide if that is predicted to save more than predictions err, see `ds_hetero.job.documents`.
+        max_tokens: largest number of tokens of a batch row in one all-to-all group; if left out, as many as are
+            predicted to fit.
+        remap: whether tokens have other ranks in attention than in the rest of a layer; for mode ``"documents"``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -80,40 +84,43 @@ class PlacementSection(BaseModel):
     def _places_documents(self) -> PlacementSection:
         if self.mode == "stream":
             if self.planner is not None:
-                raise ValueError('has a planner of documents, but mode "stream" cuts every batch by its length')
+                raise ValueError(
+                    'has a planner of documents, but mode "stream" cuts every batch by its length. Leave one of them '
+                    "out"
+                )
             if "remap" in self.model_fields_set and self.remap != "never":
                 raise ValueError(
-                    f'has remap "{self.remap}", but mode "stream" cuts every batch by its length, and its tokens stay '
-                    "where they are"
+                    f'has remap "{self.remap}", but mode "stream" cuts every batch by its length, and its tokens keep '
+                    "their ranks. Leave one of them out"
                 )
         return self
 
 
 class ElasticSection(BaseModel):
-    """``"elastic"``: saves in memory, from which a job goes on without ranks that die. See docs/elastic.md.
+    """``"elastic"``: how often a job saves to memory. From these saves it resumes after ranks die; see docs/elastic.md.
 
     Args:
-        memory_gib: shared memory of a node that saves may take; left out, all that is free.
+        memory_gib: shared memory of a node that saves may use; if left out, all that is free.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    # Steps between two saves; left out, by their cost.
+    # Steps between two saves; if left out, chosen by the cost of a save.
     every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    copies: int = Field(default=1, ge=0, le=8)  # of every rank's part, on other nodes
-    min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)  # with fewer, the job waits; else the launcher's
+    copies: int = Field(default=1, ge=0, le=8)  # copies of every rank's part, on other nodes
+    min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)  # with fewer the job waits; None: the launcher's
     memory_gib: float | None = Field(default=None, gt=0, le=2**20, allow_inf_nan=False)
     notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)  # seconds from SIGTERM to the node's end
 
 
 class ChecksSection(BaseModel):
-    """``"checks"``: checks of every step, see docs/checks.md. ``"on"`` and ``"off"`` stand for an object.
+    """``"checks"``: checks of every step, see docs/checks.md. ``"on"`` and ``"off"`` stand for ``enabled``.
 
     Args:
-        compare_every: optimizer steps between comparisons, in which a short piece of a batch is run whole and sharded;
-            under ``"batch"``, between probes of whether samples influence each other. ``"by_cost"`` chooses them to
-            cost under 1 % of the steps' time, ``"first_batch"`` compares the first batch of every kind only,
-            ``"always"`` every batch, ``"off"`` none.
+        compare_every: optimizer steps between two comparisons. A comparison runs a short piece of a batch both whole
+            and sharded; under ``"batch"`` it is a probe of whether samples influence each other. ``"by_cost"`` chooses
+            an interval that costs under 1 % of the steps' time, ``"first_batch"`` compares only the first batch of
+            every kind, ``"always"`` every batch, ``"off"`` none.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -125,19 +132,19 @@ class ChecksSection(BaseModel):
 
 
 def _as_checks(value: Any) -> Any:
-    """``"on"`` and ``"off"`` as an object."""
+    """Convert ``"on"`` and ``"off"`` to an object."""
     return {"enabled": value == "on"} if value in ("on", "off") else value
 
 
 def _as_placement(value: Any) -> Any:
-    """A mode as an object; an object with a planner has mode ``"documents"``, as planners place nothing else."""
+    """Convert a mode to an object; an object with a planner gets mode ``"documents"``, which all planners are for."""
     if isinstance(value, Mapping) and "planner" in value:
         return {"mode": "documents", **value}
     return {"mode": value} if isinstance(value, str) else value
 
 
 class HeterogeneitySection(BaseModel):
-    """The section as the user wrote it, checked. docs/configuration.md is its manual."""
+    """The section as the user wrote it, after all checks; docs/configuration.md explains every key."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -152,6 +159,7 @@ class HeterogeneitySection(BaseModel):
     placement: Annotated[PlacementSection, BeforeValidator(_as_placement)] = PlacementSection()
     attention: KernelWish = None
     tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
+    keep_attention: bool | Literal["where_it_fits"] = False
     loss: (
         Literal["replica_mean", "local_mean", "local_sum", "local_share", "sample_mean", "label_mean", "token_mean"]
         | None
@@ -166,40 +174,52 @@ class HeterogeneitySection(BaseModel):
     elastic: ElasticSection | None = None
 
     @property
+    def sets_batch_by_rank(self) -> bool:
+        """Whether every rank runs the whole model, on micro-batches of its own size.
+
+        `ds_hetero.engine.ds_config.sets_batch_by_rank` answers it for a configuration that is not checked yet. When a
+        model is prepared, `ds_hetero.engine.trained.model.TrainedModel.batches` does.
+        """
+        return self.batch is not None
+
+    @property
     def changes_batches(self) -> bool:
         """Whether the batches of the ranks follow their speeds."""
-        return self.batch == "by_speed" or (self.batch is not None and self.replan.enabled)
+        return self.batch == "by_speed" or (self.sets_batch_by_rank and self.replan.enabled)
 
     @property
     def compare_every(self) -> int | str:
-        """Steps between comparisons, see `ChecksSection`; from ``"verify"`` if the user still writes that."""
+        """Steps between comparisons, see `ChecksSection`; the old key ``"verify"`` is read, too."""
         if not self.checks.enabled:
             return "off"
         return self.checks.compare_every if self.verify is None else self.verify
 
     @model_validator(mode="after")
-    def _says_checks_once(self) -> HeterogeneitySection:
+    def _has_checks_or_verify(self) -> HeterogeneitySection:
+        """Refuse a section with ``"checks"`` and its old name ``"verify"``."""
         if self.verify is not None and "checks" in self.model_fields_set:
             raise ValueError(
-                f'"verify" is "{self.verify}", but "checks" takes its place. Leave "verify" out: '
-                f'"checks": {{"compare_every": "{self.verify}"}} says the same'
+                f'"verify" is "{self.verify}", and "checks" is given, which has replaced it. Leave "verify" out: '
+                f'"checks": {{"compare_every": "{self.verify}"}} means the same'
             )
         return self
 
     @field_validator("zero_partition")
     @classmethod
-    def _usable_weights(cls, value: str | list[float]) -> str | list[float]:
+    def _has_finite_weights(cls, value: str | list[float]) -> str | list[float]:
+        """Refuse weights that are negative, not finite, or all zero."""
         if isinstance(value, list) and not (any(value) and all(map(is_weight, value))):
             raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
         return value
 
     @property
     def strategy(self) -> str | dict[str, Any]:
-        """The schedule; instead of ``"plan"``, the name of the planner if one is requested."""
+        """Name or content of the schedule; for ``"plan"`` with a published planner, the planner's name."""
         return self.planner if self.planner is not None and self.schedule == "plan" else self.schedule
 
     @model_validator(mode="after")
-    def _plans_once(self) -> HeterogeneitySection:
+    def _has_planner_or_schedule(self) -> HeterogeneitySection:
+        """Refuse a section with a planner and a schedule that needs no planning."""
         if self.planner is not None and self.schedule != "plan":
             source = self.schedule if isinstance(self.schedule, str) else "given inline"
             raise ValueError(
@@ -209,7 +229,8 @@ class HeterogeneitySection(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _searches_what_it_says(self) -> HeterogeneitySection:
+    def _has_strategy_of_pipelines(self) -> HeterogeneitySection:
+        """Refuse a strategy of sequence parallelism in a search for pipelines."""
         if self.parallel == "full" and self.schedule != "plan" and self.schedule in STRATEGIES:
             raise ValueError(
                 f'"parallel": "full" searches for pipelines, but "schedule" is "{self.schedule}", a strategy of '
@@ -218,20 +239,30 @@ class HeterogeneitySection(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _splits_nothing_with_batches(self) -> HeterogeneitySection:
-        if self.batch is None:
+    def _has_batch_or_sharding(self) -> HeterogeneitySection:
+        """Refuse keys that say how to shard sequences or layers beside ``"batch"``, which shards neither."""
+        if not self.sets_batch_by_rank:
             return self
-        splitting = ("schedule", "planner", "layout", "placement", "attention", "tile_tokens", "seq_len")
-        written = [name for name in splitting if name in self.model_fields_set]
-        if written:
+        sharding_keys = (
+            "schedule",
+            "planner",
+            "layout",
+            "placement",
+            "attention",
+            "tile_tokens",
+            "keep_attention",
+            "seq_len",
+        )
+        conflicting_keys = [name for name in sharding_keys if name in self.model_fields_set]
+        if conflicting_keys:
             raise ValueError(
-                f'"batch" lets every rank run the whole model on samples of its own, and "{written[0]}" says how '
-                "sequences or layers are split over ranks. Leave one of them out"
+                f'"batch" lets every rank run the whole model on different samples, and "{conflicting_keys[0]}" says '
+                "how sequences or layers are split over ranks. Leave one of them out"
             )
         if self.zero_partition == "memory":
             raise ValueError(
-                '"zero_partition": "memory" shares ZeRO out by what a split batch leaves of the memory, and "batch" '
-                'splits none. Give "zero_partition" a list of weights, one per rank, such as [3, 1]'
+                '"zero_partition": "memory" partitions ZeRO by the memory that a split sequence leaves free, and '
+                '"batch" splits no sequences. Give "zero_partition" a list of weights, one per rank, such as [3, 1]'
             )
         return self
 
@@ -253,6 +284,8 @@ _ACCEPTED = {
     + '; an object from parts of device names to them, such as {"V100": "torch"}; or a list, one per rank, with null '
     "for the best",
     "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
+    "keep_attention": 'true, false or "where_it_fits" (if it is predicted to fit into memory, and to be faster): '
+    "whether the recomputation of a checkpointed layer takes the attention of its forward",
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself; '
     '"sample_mean", "label_mean" or "token_mean", for that of a module that is not split',
     "zero_within": '"node", or the ranks of every node, such as [2, 1]',
@@ -294,13 +327,17 @@ _OBJECTS: dict[str, type[BaseModel]] = {
     "elastic": ElasticSection,
     "checks": ChecksSection,
 }
-_LIKENESS_OF_SLIPS = 0.7  # least similarity of a key that counts as a misspelling of the section's name; never measured
+_MISSPELLING_SIMILARITY = 0.7  # similarity to the section's name from which a key counts as misspelled; never measured
 
 
 def expect_section_name(ds_config: JsonObject) -> None:
     """Refuse a key that is nearly the section's name, which DeepSpeed would ignore. Raises `ConfigError`."""
     for key in ds_config:
-        if isinstance(key, str) and key != SECTION and nearest(key.replace("_", ""), [SECTION], _LIKENESS_OF_SLIPS):
+        if (
+            isinstance(key, str)
+            and key != SECTION
+            and nearest(key.replace("_", ""), [SECTION], _MISSPELLING_SIMILARITY)
+        ):
             raise ConfigError(
                 f'"{key}" in ds_config.json is not a DeepSpeed key (did you mean "{SECTION}"?). Without a section '
                 "of that name ds_hetero would stay off, and every rank would train on whole sequences."
@@ -308,11 +345,11 @@ def expect_section_name(ds_config: JsonObject) -> None:
 
 
 def read_section(raw: Any) -> HeterogeneitySection | None:
-    """Check the section; return None if it is switched off.
+    """Read and check the section; return None if it is switched off.
 
     Raises:
-        ConfigError: unknown keys, wrong types, values that do not exist, combinations that cannot work; one message
-            for all of them, with what would be accepted.
+        ConfigError: unknown keys, wrong types, values that do not exist, or combinations that cannot work. One message
+            lists all of them, with the accepted values.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(
@@ -332,13 +369,13 @@ def read_section(raw: Any) -> HeterogeneitySection | None:
 
 
 def _explain(error: ValidationError, raw: JsonObject) -> Iterator[str]:
-    """One line per wrong key, each naming the key, the value and what is accepted."""
-    seen = set()
+    """Yield one line per wrong key, with the key, its value and the accepted values."""
+    reported_paths = set()
     for problem in error.errors():
         path = _path(problem["loc"], raw)
-        if path in seen:  # a union reports once per member
+        if path in reported_paths:  # pydantic reports a union once per member
             continue
-        seen.add(path)
+        reported_paths.add(path)
         message = problem["msg"].removeprefix("Value error, ")
         if not path:
             yield f'"{SECTION}": {message}.'
@@ -352,7 +389,7 @@ def _explain(error: ValidationError, raw: JsonObject) -> Iterator[str]:
 
 
 def _path(location: tuple[int | str, ...], raw: JsonObject) -> str:
-    """Path of the key with the problem: ``replan.min_gain``, or ``replan`` if the user did not write an object."""
+    """Return the path of a wrong key: ``replan.min_gain``, or ``replan`` if the user did not write an object."""
     is_inside = location[:1] and location[0] in _OBJECTS and isinstance(raw.get(str(location[0])), Mapping)
     return ".".join(str(part) for part in location[: 2 if is_inside else 1])
 
@@ -363,6 +400,7 @@ def accepted(path: str) -> str:
 
 
 def _value(raw: JsonObject, path: str) -> str:
+    """Return the JSON of the value at a path, shortened to 200 characters."""
     value: Any = raw
     for part in path.split("."):
         value = value[part]
@@ -371,6 +409,7 @@ def _value(raw: JsonObject, path: str) -> str:
 
 
 def _keys(model: type[BaseModel]) -> str:
+    """List the keys of an object of the section."""
     return ", ".join(model.model_fields)
 
 

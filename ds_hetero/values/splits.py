@@ -1,9 +1,9 @@
-"""Splits of an axis, and what two splits have in common.
+"""Splits of an axis into contiguous parts, and the common refinement of several splits.
 
-A split cuts an axis of ``total`` units (tokens, heads, elements of a flat gradient) into contiguous
-parts, one per owner in order; parts may be empty. Every uneven thing in ds_hetero is the intersection
-of two splits: the all-to-all tables are tokens x heads, the sub-ring tasks are the common refinement of
-the groups' head cuts. Plain integers; nothing here imports torch.
+A split divides an axis of ``total`` units (tokens, heads, elements of a flat gradient) into contiguous
+parts, one for each owner, in order; parts may be empty. Uneven work in ds_hetero is described by two or
+more splits: all-to-all tables by a split of tokens and a split of heads, sub-ring tasks by the common
+refinement of the groups' head splits. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Split:
 
     @property
     def total(self) -> int:
-        """Units of the whole axis."""
+        """Number of units of the whole axis."""
         return sum(self.sizes)
 
     @property
@@ -40,7 +40,7 @@ class Split:
         return tuple(pairwise(self.cuts))
 
     def owner(self, unit: int) -> int:
-        """The part that holds ``unit``; empty parts hold nothing. Raises `IndexError`: it lies outside the axis."""
+        """Return the part that holds ``unit``; empty parts hold none. Raises `IndexError`: it is outside the axis."""
         for part, (start, stop) in enumerate(self.ranges):
             if start <= unit < stop:
                 return part
@@ -57,16 +57,19 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Units in the piece, at least one."""
+        """Number of units in the piece, at least one."""
         return self.stop - self.start
 
 
 def refine(splits: Sequence[Split]) -> tuple[Piece, ...]:
-    """The coarsest pieces that no cut of any split divides, in order. Raises `ValueError`: unlike totals, or no split.
+    """Return the common refinement: the largest pieces that no boundary of any split divides, in order.
 
-    With the head cuts of the groups as ``splits`` the pieces are HexiSeq's sub-ring tasks
-    (arXiv:2605.07569, section 3.3); with the cuts of replicas and of ZeRO owners they are HexiScale's
-    gradient chunks.
+    Splits (3, 1) and (1, 3) of four units have the pieces 0, 1-2 and 3. With the head splits of the groups
+    the pieces are HexiSeq's sub-ring tasks (arXiv:2605.07569, section 3.3); with the splits of replicas and
+    of ZeRO owners they are HexiScale's gradient chunks.
+
+    Raises:
+        ValueError: the splits have different totals, or there is no split.
     """
     totals = {split.total for split in splits}
     if len(totals) != 1:
@@ -89,7 +92,7 @@ def share(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Return whole shares of ``total`` in proportion to ``weights``, by largest remainder; ties go to the lower index.
 
     Computed in exact rational arithmetic, so every rank and every machine gets the same answer. A zero
-    weight gets nothing.
+    weight gets nothing. Example: 10 units by weights 3, 2 and 2 are 4.29, 2.86 and 2.86, so the shares are 4, 3 and 3.
 
     Raises:
         ValueError: negative ``total``, a weight that is negative or not finite, or no positive weight.
@@ -98,20 +101,21 @@ def share(total: int, weights: Sequence[float]) -> tuple[int, ...]:
         raise ValueError(f"cannot share {total} units")
     if any(not 0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise ValueError(f"weights must be finite, >= 0 and not all zero, got {tuple(weights)}")
-    exact = [Fraction(weight) for weight in weights]
-    whole = sum(exact)
-    ideal = [total * weight / whole for weight in exact]
-    shares = [int(x) for x in ideal]
-    by_remainder = sorted(range(len(ideal)), key=lambda i: (shares[i] - ideal[i], i))
+    exact_weights = [Fraction(weight) for weight in weights]
+    total_weight = sum(exact_weights)
+    exact_shares = [total * weight / total_weight for weight in exact_weights]
+    shares = [int(exact_share) for exact_share in exact_shares]
+    # Rounding down leaves less than one unit per share; these go to the shares that lost most.
+    by_remainder = sorted(range(len(shares)), key=lambda i: (shares[i] - exact_shares[i], i))
     for i in by_remainder[: total - sum(shares)]:
         shares[i] += 1
     return tuple(shares)
 
 
 def share_in_units(total: int, weights: Sequence[float], unit: int) -> tuple[int, ...]:
-    """Like `share`, with every boundary a multiple of ``unit`` except the end of the axis.
+    """Return shares as `share` does, with every boundary a multiple of ``unit`` except the end of the axis.
 
-    The rest that does not fill a unit goes to the last part with a positive weight.
+    The remainder that does not fill a unit goes to the last part with a positive weight.
     """
     if unit < 1:
         raise ValueError(f"unit must be >= 1, got {unit}")

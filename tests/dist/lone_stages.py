@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.pipeline.stage_transfers import make_boundary_groups
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from tests.dist.test_pipeline import Batch

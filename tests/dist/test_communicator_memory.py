@@ -30,7 +30,7 @@ def _line(rank: int, cards: list[str], used_mib: list[list[int]]) -> str:
     figures = iter(used_mib[rank])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator_memory, "_used_by_others_than_torch", lambda device: next(figures) * MIB)
-        patch.setattr(communicator_memory, "_card_of", lambda device: cards[rank])
+        patch.setattr(communicator_memory, "_gpu_uuid", lambda device: cards[rank])
         patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
         taken = communicator_memory._measure(session)
         by_rank: list[Any] = [None] * len(cards)

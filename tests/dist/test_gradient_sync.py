@@ -231,7 +231,11 @@ def _check_overlap(rank):
     cuts = Cut.whole((64, 64), 0), Cut.whole((64, 64), 1), Cut.whole((64, 64), 2)
     layouts = {name: ParameterLayout((64, 64), cuts) for name in ("0.weight", "2.weight")}
     sync = AsymmetricGradientSync(names, layouts, bucket_bytes=1024)
-    model[1].has_arrived = lambda: sync._next == 1 and (not sync._in_flight or sync._in_flight[0].has_arrived())
+
+    def first_bucket_has_arrived() -> bool:
+        return sync._next_reduction == 1 and (not sync._in_flight or sync._in_flight[0].has_arrived())
+
+    model[1].has_arrived = first_bucket_has_arrived
     for _ in range(3):
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             with record_function("the backward"):
@@ -308,8 +312,13 @@ def _provoke(rank):
         return parameters, AsymmetricGradientSync(parameters, layouts, **settings)
 
     messages = [
-        _message(SyncError, r"rank 1 holds \[4\] of a, but its parameter is \[5\]", make, (4 + (rank == 1), 2)),
-        _message(SyncError, "rank 2 holds .* of b, but it was given no such", make, (4, 2)[: 1 + (rank != 2)]),
+        _message(
+            SyncError,
+            r"holds a shard of shape \[4\] of a, but its parameter has shape \[5\]",
+            make,
+            (4 + (rank == 1), 2),
+        ),
+        _message(SyncError, "rank 2 holds .* of b, but `parameters` has no such", make, (4, 2)[: 1 + (rank != 2)]),
         _message(SyncError, "differ between ranks: fingerprints", make, bucket_bytes=100 + rank),
         _message(SyncError, "differ between ranks", make, layouts=dict(sorted(good.items(), reverse=rank == 0))),
         _message(
@@ -338,14 +347,16 @@ def _provoke(rank):
     with sync.no_sync():
         parameters["a"].sum().backward()
     parameters["a"].sum().backward()
-    messages.append(_message(SyncError, "gradient of a came twice", parameters["a"].sum().backward))
-    messages.append(_message(SyncError, "before the backward", sync.start, tokens=1))
+    messages.append(
+        _message(SyncError, "two backwards have made a gradient of a in one step", parameters["a"].sum().backward)
+    )
+    messages.append(_message(SyncError, "before this backward", sync.start, tokens=1))
     sync.finish()  # and b counts as zeros
     assert sync.owned.keys() <= {"a", "b"}
     assert all(owned.grad.unique().tolist() == [6.0 if name == "a" else 0.0] for name, owned in sync.owned.items())
     _, sync = make(layouts={"a": ParameterLayout((4,), (Cut.whole((4,), 0, 1), Cut.whole((4,), 2)))})
     sync.start(tokens=5 + rank)
-    messages.append(_message(SyncError, r"replica 0 started a step with tokens \{0: 5, 1: 6\}", sync.finish))
+    messages.append(_message(SyncError, r"the tokens \{0: 5, 1: 6\} by rank from the ranks of replica 0", sync.finish))
     return messages
 
 

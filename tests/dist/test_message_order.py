@@ -36,8 +36,8 @@ from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch, batch_layout
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.attention.local_batch import LocalBatch
-from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.pipeline.stage_transfers import make_boundary_groups
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.runtime.replica import Replica, make_replica
 from ds_hetero.values.placement import Rows, stream_placement
@@ -73,7 +73,7 @@ def _names_of(groups: ProcessGroups) -> dict[str, str]:
     assert world is not None
     made = {
         f"group {group.group_name}": communicator_of(*key)
-        for key, group in groups._made.items()
+        for key, group in groups._groups.items()
         if isinstance(group, dist.ProcessGroup)
     }
     return made | {f"group {world.group_name}": communicator_of(range(dist.get_world_size()), "world")}

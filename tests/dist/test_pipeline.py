@@ -18,8 +18,8 @@ from benchmarks.proof.recording import recording
 from ds_hetero.errors import BatchError, SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.pipeline.batches import SameBatches
-from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.pipeline.stage_transfers import make_boundary_groups
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.activation_transfers import held_intervals
@@ -219,7 +219,13 @@ def lacks_a_parameter(rank):
 
 
 def test_a_parameter_that_one_pipeline_lacks_is_named_on_all_ranks():
-    assert run_ranks(lacks_a_parameter, 2) == ["b takes a gradient in pipelines [1] only."] * 2
+    assert (
+        run_ranks(lacks_a_parameter, 2)
+        == [
+            "b takes a gradient in pipelines [1] only, but the plan has 2 pipelines. Train or freeze it in all of them."
+        ]
+        * 2
+    )
 
 
 def test_an_epoch_of_global_batches_goes_on_where_it_was():

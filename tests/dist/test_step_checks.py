@@ -45,7 +45,7 @@ def test_what_is_undecided_is_said_once_by_rank_0():
 def _judge(rank):
     first, second = Sums(0.0), Sums(0.0)
     checks = StepChecks([first])
-    StepChecks().judge()  # without checks there is no collective
+    StepChecks().run()  # without checks there is no collective
     outcomes = [_text(checks)]
     first.own = 1.0 + rank
     outcomes.append(_text(checks))
@@ -59,7 +59,7 @@ def _judge(rank):
 
 def _text(checks):
     try:
-        checks.judge()
+        checks.run()
     except HeteroError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -71,6 +71,6 @@ def _count_warnings(rank):
     handler.emit = lambda record: seen.append(record.getMessage())
     logging.getLogger("ds_hetero").addHandler(handler)
     checks = StepChecks([Sums(20.0)])
-    checks.judge()
-    checks.judge()
+    checks.run()
+    checks.run()
     return seen.count("the sums are too large to tell")

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.runtime.peers.board import Stay, own_collectives
-from ds_hetero.runtime.peers.posted import begin_noting, has_unfinished, is_unfinished
-from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.peers.main_thread import Stay, collectives_of_main_thread
+from ds_hetero.runtime.peers.posted_calls import has_unfinished_call, posted_calls, shows_unfinished_call
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.pipeline.stage_transfers import make_boundary_groups
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from tests.dist.lone_stages import lone_stages
@@ -40,7 +40,7 @@ def _looks(for_s: float) -> tuple[threading.Thread, list[Any]]:
         while time.monotonic() < end:
             time.sleep(0.1)
             stay.look()
-        collective, counts = own_collectives()
+        collective, counts = collectives_of_main_thread()
         seen[:] = [stay.place, stay.unchanged_s, collective, counts]
 
     thread = threading.Thread(target=look)
@@ -52,7 +52,7 @@ def _waits_for_a_number(rank: int) -> Any:
     """Rank 1 comes late to an all_reduce whose sum rank 0 wants to know."""
     dist.all_reduce(torch.ones(2))  # connects
     dist.barrier()
-    begin_noting()
+    posted_calls.start()
     thread, seen = _looks(1.5)
     if rank == 1:
         thread.join()
@@ -64,7 +64,14 @@ def _waits_for_a_number(rank: int) -> Any:
     thread.join()
     (_, _, collective, counts) = seen
     place, unchanged_s = seen[:2]
-    return returned_s, place._replace(mark=()), unchanged_s, collective and collective.name, counts, is_unfinished()
+    return (
+        returned_s,
+        place._replace(mark=()),
+        unchanged_s,
+        collective and collective.name,
+        counts,
+        has_unfinished_call(),
+    )
 
 
 @pytest.mark.alone  # looks at a rank for a second and a half, in which a busy machine may not let it come so far
@@ -210,12 +217,13 @@ def _posts_on_gloo(rank: int) -> tuple[bool, bool]:
         time.sleep(1)
     work = dist.all_reduce(torch.ones(2), async_op=True)
     recorder = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
-    before = has_unfinished(recorder(False))
+    before = shows_unfinished_call(recorder(False))
     assert work is not None
     work.wait()
     time.sleep(0.5)
-    return before, has_unfinished(recorder(False))
+    return before, shows_unfinished_call(recorder(False))
 
 
+@pytest.mark.measured  # the strict group posts to gloo later
 def test_counters_of_torchs_flight_recorder_tell_what_is_not_over() -> None:
     assert run_ranks(_posts_on_gloo, 2, nccl_rules=False)[0] == (True, False)

@@ -17,9 +17,10 @@ from ds_hetero.runtime.pipeline import runner as runner_module
 from ds_hetero.runtime.pipeline.runner import PipelineRunner
 from tests.dist.attention.test_attention import _check_by_heads, _check_cases, _check_moves, _check_routes
 from tests.dist.lone_stages import lone_stages
-from tests.support import run_ranks
+from tests.support import half_of, is_strict, run_ranks
 
 SHORT = {"STRICT_GROUP_LOCK_S": "4"}  # of planted locks
+STRICT_EVERYWHERE = is_strict()  # before any test runs
 
 
 def _receives_first(rank: int) -> None:
@@ -125,3 +126,11 @@ def test_three_stages_that_are_not_connected_lock() -> None:
 )
 def test_attention_passes(body: Callable[..., object], world_size: int, args: tuple[object, ...]) -> None:
     run_ranks(body, world_size, *args, strict=True)
+
+
+@pytest.mark.parametrize("number", range(4))  # of both halves
+def test_the_half_that_is_asked_for_is_strict(request, number):
+    half = request.config.option.strict_half
+    if half is None or STRICT_EVERYWHERE:
+        pytest.skip("all tests run alike")
+    assert is_strict() == (half_of(request.node.nodeid) == half)

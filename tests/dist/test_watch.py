@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hetero.runtime.peers.board import Board, Processes, Status, own_collectives
+from ds_hetero.runtime.peers.board import Board, Status
 from ds_hetero.runtime.peers.calls import FETCH, History, own_calls
 from ds_hetero.runtime.peers.diagnosis import Diagnosis
-from ds_hetero.runtime.peers.posted import begin_noting
+from ds_hetero.runtime.peers.main_thread import collectives_of_main_thread
+from ds_hetero.runtime.peers.posted_calls import posted_calls
+from ds_hetero.runtime.peers.processes import Processes
 from ds_hetero.runtime.peers.watch import start_watch
 from tests.support import run_ranks
 
@@ -32,11 +34,11 @@ def _count_collectives(rank: int) -> list[int]:
     if rank < 2:  # before
         dist.send(first, 1) if rank == 0 else dist.recv(first, 0)
     dist.barrier()
-    begin_noting()
+    posted_calls.start()
     counts = []
     for _ in range(3):
         dist.all_reduce(last)
-        counts.append(own_collectives()[1][group.group_name])
+        counts.append(collectives_of_main_thread()[1][group.group_name])
         if rank < 2:
             message = dist.isend(first, 1) if rank == 0 else dist.irecv(first, 0)
             assert message is not None
@@ -60,7 +62,7 @@ def _free_before_the_answer(rank: int) -> Diagnosis | None:
     board, begin = Board(), time.monotonic()
     Processes(board, 1, 2)
     answered = 0
-    while (asked := board.asked()) == answered or time.monotonic() - begin < 6.0:
+    while (asked := board.num_asked()) == answered or time.monotonic() - begin < 6.0:
         if asked > answered:
             board.write_status(1, Status(asked, "computing", False, False, 0.0, COMPUTES))
             answered = asked
@@ -69,6 +71,6 @@ def _free_before_the_answer(rank: int) -> Diagnosis | None:
     end = time.monotonic() + 2.0
     while time.monotonic() < end:
         time.sleep(0.3)
-        board.write_status(1, Status(board.asked(), "barrier", True, False, 0.3, FETCHES))
+        board.write_status(1, Status(board.num_asked(), "barrier", True, False, 0.3, FETCHES))
     dist.barrier()
     return None

@@ -60,7 +60,7 @@ def verdict(model: Any, batch: dict[str, Tensor], schedule: dict[str, Any]) -> s
             return str(error)
         finally:
             sharded.restore()
-            assert sharded.latest_positions is None
+            assert sharded.losses.latest_positions is None
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ def _batch(head: str, model: Any) -> dict[str, Tensor]:
 
 
 def _whole(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    with _double_casts():
+    with double_casts():
         extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         loss = model(**batch, **extra).loss
         if loss is None or not loss.requires_grad:
@@ -163,12 +163,12 @@ def _compare(model: Any, batch: dict[str, Tensor], loss: Tensor, gradients: dict
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(0, schedule))
     try:
         (shard,) = handle.for_engine(engine).dataloader([batch], batches="same")  # which checks the model
-        with _double_casts():
+        with double_casts():
             ours = engine(**shard).loss
             engine.backward(ours)
     finally:
         engine.destroy()
-        handle.registry.find(model).model.restore()
+        handle.registry.find(model).restore()
     error, worst = abs(ours.item() - loss.item()) / abs(loss.item()), "the loss"
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, parameter in model.named_parameters():
@@ -182,7 +182,7 @@ def _compare(model: Any, batch: dict[str, Tensor], loss: Tensor, gradients: dict
 
 
 @contextlib.contextmanager
-def _double_casts() -> Iterator[None]:
+def double_casts() -> Iterator[None]:
     """Have casts to fp32 inside the modelling files be casts to fp64, so that what is left of rounding shows faults."""
     single, cast = torch.float32, torch.Tensor.float
     torch.float = torch.float32 = torch.float64  # type: ignore[misc]  # torch.float is how DeepSpeed asks for a type

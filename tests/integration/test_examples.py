@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_hetero.decision.decide import given_plan
 from ds_hetero.decision.decide_pipelines import global_batch_of
+from ds_hetero.decision.resolve import given_plan
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.values.schedule import Schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -157,6 +158,18 @@ def assert_same_parameters(ours: dict[str, np.ndarray], expected: dict[str, np.n
     for name, value in expected.items():
         error = np.linalg.norm(ours[name] - value) / np.linalg.norm(value)
         assert error <= rtol, f"{name} is off by {error:.2e}"
+
+
+def skip_where_refused(ds_config: dict[str, Any]) -> None:
+    """Skip a test of settings that the installed release of DeepSpeed computes wrongly, and that are refused there."""
+    from ds_hetero.errors import ConfigError
+    from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
+
+    try:
+        expect_supported_keys(ds_config)
+    except ConfigError as error:
+        assert "with DeepSpeed" in str(error), error
+        pytest.skip(f"refused by name: {error}")
 
 
 def ds_config(stage: int, schedule: Any, **more: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 python -m tests.recipes read axolotl CHECKOUT       # facts.json, from a work tree or a bare repository
 python -m tests.recipes run                         # every job without an outcome, two ranks; outcomes.json
 python -m tests.recipes run --again --only llama    # those whose line has this word, again
-python -m tests.recipes write                       # the lists in docs/frameworks.md
+python -m tests.recipes write                       # the lists in docs/evidence/framework-recipes.md
+python -m tests.recipes list                        # the same, with every recipe by name
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.recipes.outcomes import (
     all_jobs,
     load_facts,
     load_outcomes,
+    render,
     save_facts,
     save_outcomes,
     unsaid,
@@ -126,6 +128,7 @@ def main() -> None:
     running.add_argument("--at-once", type=int, default=6, help="jobs in one start of ranks")
     running.add_argument("--most", type=int, default=10_000, help="jobs of this run; the most frequent come first")
     commands.add_parser("write")
+    commands.add_parser("list")
     given = parser.parse_args()
     if given.command == "read":
         facts = load_facts()
@@ -133,6 +136,8 @@ def main() -> None:
         save_facts({**facts, given.framework: {"commit": commit, "recipes": recipes}})
     elif given.command == "run":
         _run(given.only, again=given.again, at_once=given.at_once, most=given.most)
+    elif given.command == "list":
+        print(render(most=10_000))
     else:
         PAGE.write_text(with_lists(PAGE.read_text()))
 

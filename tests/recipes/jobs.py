@@ -148,21 +148,21 @@ _NOT_RUN = {
     "apollo": "needs apollo-torch, which projects whole gradients and knows no DeepSpeed",
     "badam": "switches blocks of layers by its own optimizer",
     "adam_mini": "needs adam-mini",
-    "muon": "an optimizer of the framework's own",
-    "dist_muon": "an optimizer of the framework's own",
-    "muonclip": "an optimizer of the framework's own",
+    "muon": "the framework's own optimizer",
+    "dist_muon": "the framework's own optimizer",
+    "muonclip": "the framework's own optimizer",
     "mixture_of_depths": "changes the model by a package of its own",
     "ktransformers": "runs experts by KTransformers, an engine for the host's processors",
-    "eaft": "a loss of the framework's own",
+    "eaft": "the framework's own loss",
 }
 _TRAINED_WITH = ("frozen_layers", "router_loss", "streaming")
 _OWN_LOSSES = {"asft", "eaft"}
 _OWN_TUNERS = {
     "adalora": "TRL 1.16 leaves out the term that PEFT adds to its loss, but not where ranks share tokens",
-    "adapter": "a tuner of the framework's own",
-    "reft": "a tuner of the framework's own",
-    "longlora": "a tuner of the framework's own",
-    "llamapro": "a tuner of the framework's own",
+    "adapter": "the framework's own tuner",
+    "reft": "the framework's own tuner",
+    "longlora": "the framework's own tuner",
+    "llamapro": "the framework's own tuner",
 }
 _STORED = {
     "gptq": "stored weights of a format whose kernels need a GPU",
@@ -195,9 +195,9 @@ GENERATING = frozenset(
 )
 """Methods that are not among those counted here: most learn from what they generate."""
 _OWN_HEADS = {
-    "embedding": "a loss over pairs of a batch, of the framework's own",
-    "reranker": "a loss of the framework's own",
-    "generative_reranker": "a loss of the framework's own",
+    "embedding": "the framework's own loss over pairs of a batch",
+    "reranker": "the framework's own loss",
+    "generative_reranker": "the framework's own loss",
     "prm": "TRL 1.16 has no trainer of it any more; those of older releases are refused by name",
     "bco": "TRL 1.16 has no trainer of it any more; those of older releases are refused by name",
 }
@@ -309,7 +309,7 @@ def _left_out(facts: Facts) -> str:
     if "muon" in str(facts.get("optimizer", "")):
         return f"muon: {_NOT_RUN['muon']}"
     if facts.get("loss") in _OWN_LOSSES:
-        return f"{facts['loss']}: a loss of the framework's own"
+        return f"{facts['loss']}: the framework's own loss"
     if facts.get("adapter") in _OWN_TUNERS:
         return f"{facts['adapter']}: {_OWN_TUNERS[facts['adapter']]}"
     base = facts.get("base", "")

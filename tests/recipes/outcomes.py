@@ -1,4 +1,4 @@
-"""The table of recipes, what became of their jobs, and the part of docs/frameworks.md that is made of both."""
+"""Outcomes of the recipes' jobs, and the lists of them in docs/evidence/framework-recipes.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sweep_table import folded
 
 FACTS = Path(__file__).with_name("facts.json")
 OUTCOMES = Path(__file__).with_name("outcomes.json")
-PAGE = ROOT / "docs" / "frameworks.md"
+PAGE = ROOT / "docs" / "evidence" / "framework-recipes.md"
 NAMES = {"axolotl": "Axolotl", "ms-swift": "ms-swift", "llama-factory": "LLaMA-Factory", "trl": "TRL"}
 KINDS = ("exact", "refused", "wrong", "not run", "another method", "trains nothing")
 
@@ -77,6 +77,8 @@ def _brief(why: str) -> str:
     """The reason of a refusal without names of classes and remedies."""
     if "computes something else when it is split" in why:
         return "by the self-check, at the first batch"
+    if "Sequence parallelism does not support attention layers of type ['linear_attention']" in why:
+        return "by accelerate: sequence parallelism with linear-attention layers"
     first = why.partition(" cannot be split over the sequence: - ")[2] or why
     first = re.split(r" - |;|, where|\. ", first)[0].rstrip(".")
     first = re.sub(r"^layers? of type .*", "layers of a type that is not supported", first)
@@ -86,8 +88,11 @@ def _brief(why: str) -> str:
     ].replace("|", "/")
 
 
-def render() -> str:
-    """Counts, reasons, and every recipe with what became of it."""
+MAX_LISTED = 6  # recipes of one outcome that the page names
+
+
+def render(most: int = MAX_LISTED) -> str:
+    """Counts, reasons, and recipes with what became of them: at most ``most`` of one framework and outcome."""
     frameworks, outcomes = load_facts(), load_outcomes()
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
@@ -96,6 +101,7 @@ def render() -> str:
     for name in NAMES:
         for facts in frameworks[name]["recipes"]:
             kind, why = outcome_of(facts, outcomes)
+            why = why.replace("the framework's own", f"{NAMES[name]}'s own")
             counts[name, kind] += 1
             reasons[kind, why] += kind != "trains nothing"
             listed[name][kind, why].append(_short(facts["path"]))
@@ -108,15 +114,17 @@ def render() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     totals = [sum(counts[name, kind] for name in NAMES) for kind in KINDS]
     lines.append(f"| all | | {' | '.join(map(str, [*totals, sum(totals)]))} |")
-    lines += ["", f"Distinct jobs: {len(all_jobs())}.", "", "| outcome | reason | recipes |", "|---|---|---|"]
+    reason_list: list[str] = []
     for kind in KINDS:
         of_kind = sorted(((n, why) for (k, why), n in reasons.items() if k == kind and n), reverse=True)
-        lines += [f"| {kind} | {why} | {number} |" for number, why in of_kind]
-    lines += ["", "Of the exact ones, in another form than the recipe asks for: " + _counted(other_form) + "."]
+        reason_list += [f"* {number} {kind}: {why}" for number, why in of_kind]
+    lines += ["", f"The recipes become {len(all_jobs())} distinct jobs."]
+    lines += ["", folded("Outcomes by reason", "\n".join(["", "", *reason_list, "", ""]))]
+    replacements = f"Replaced in exact recipes: {_counted(other_form)}."
+    lines += ["", folded("Replaced settings", f"\n\n{replacements}\n\n")]
     for name, words in NAMES.items():
-        rows = ["| outcome | recipes |", "|---|---|"]
-        rows += [
-            f"| {kind}: {why} | {', '.join(sorted(paths))} |" if why else f"| {kind} | {', '.join(sorted(paths))} |"
+        rows = [
+            f"* **{f'{kind}: {why}' if why else kind}**: {_first(sorted(paths), most)}"
             for (kind, why), paths in sorted(listed[name].items(), key=lambda entry: KINDS.index(entry[0][0]))
         ]
         lines += ["", folded(f"The recipes of {words}", "\n".join(["", "", *rows, "", ""]))]
@@ -129,6 +137,12 @@ def with_lists(page: str) -> str:
     text, count = re.subn(place, lambda match: f"{match[1]}{render()}\n{match[2]}", page, flags=re.DOTALL)
     assert count == 1, f"{PAGE.name} has {count} places for the recipes"
     return text
+
+
+def _first(paths: list[str], most: int) -> str:
+    """The first ``most`` paths, and how many more there are."""
+    more = [f"and {len(paths) - most} more"] if len(paths) > most else []
+    return ", ".join([*paths[:most], *more])
 
 
 def _short(path: str) -> str:

@@ -37,7 +37,7 @@ def _case(block: Block) -> object:
 def test_block_runs_and_prints_what_the_page_says(block, tmp_path, monkeypatch):
     write_files(block.page, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")  # no table breaks its lines
+    monkeypatch.setenv("COLUMNS", "10000")  # no line is wrapped
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if block.language == "python":

@@ -23,9 +23,21 @@ from ds_hetero.values.section import (
 from tests.decision_pages import PAGES as DECISION_PAGES
 from tests.markdown import PAGES
 from tests.support import ROOT
-from tests.support_matrix import PAGE, STATUS, TABLES, with_tables
+from tests.support_matrix import PAGES as SUPPORT_PAGES
+from tests.support_matrix import STATUS, TABLES, with_tables
 
 DOCS = ROOT / "docs"
+MAX_WORDS = 1500
+MAX_CELL = 100  # characters
+# Reference pages, where one looks up a row.
+LOOKED_UP = {
+    "adapters.md",
+    "architectures.md",
+    "cli.md",
+    "configuration.md",
+    "deepspeed-keys.md",
+    "forward-arguments.md",
+}
 ROWS = [row for rows in TABLES.values() for row in rows]
 
 
@@ -50,6 +62,20 @@ def test_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 120
     assert len(text.encode()) <= 8000
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_cells_of_tables_are_short(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for line in re.findall(r"^ *\|.*$", text, re.MULTILINE):
+        for cell in line.strip(" |").split(" | "):
+            visible = re.sub(r"\]\([^)]*\)", "]", cell)
+            assert len(visible) <= MAX_CELL, f"cut the table into a list: {visible}"
+
+
+def test_no_page_of_the_manual_is_longer_than_a_reader_takes_at_once():
+    lengths = {path.name: len(path.read_text().split()) for path in DOCS.glob("*.md") if path.name not in LOOKED_UP}
+    assert {name: words for name, words in lengths.items() if words > MAX_WORDS} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -104,9 +130,9 @@ def test_a_word_of_the_glossary_has_one_meaning():
     assert words == sorted(set(words), key=str.lower)
 
 
-def test_the_table_of_what_works_is_that_of_the_tests():
-    page = PAGE.read_text()
-    assert page == with_tables(page), "run python -m tests.support_matrix"
+@pytest.mark.parametrize("page", SUPPORT_PAGES, ids=lambda page: page.stem)
+def test_the_table_of_what_works_is_that_of_the_tests(page):
+    assert page.read_text() == with_tables(page), "run python -m tests.support_matrix"
 
 
 @pytest.mark.parametrize("page", DECISION_PAGES, ids=lambda page: f"{page.name}s")

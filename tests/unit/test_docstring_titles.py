@@ -23,12 +23,12 @@ _VERBS = """
     align aligns announce announces apply ask asks assume assumes become becomes begin begins belong belongs bring
     brings call calls carry carries come comes compute computes consists contain contains copies crosses decide
     decides depend depends die dies differ differs divide divides exist exists expect expects express fall falls
-    find finds fills fits flatten flattens follow follows gather gathers get gets give gives go goes hides hold
-    holds imply implies import imports iterate judge judges keep keeps know knows lack lacks lay lays learn learns
+    find finds fills fits flatten flattens follow follows gather gathers get gets give gives go goes grow grows hides
+    hold holds imply implies import imports iterate judge judges keep keeps know knows lack lacks lay lays learn learns
     leave leaves let lets lie lies make makes mean means meet meets merge merges own owns pack packs pay pays
     predict predicts propose proposes prove put puts raise raises reach reaches read reads refuse refuses rely
     relies remove removes replace replaces return returns say says search searches see sees send sends separate
-    separates serve serves shards skip skips solve solves stay stays take takes tell tells train trains travel
+    separates serve serves shards skip skips solve solves stay stays take takes tell tells tie ties train trains travel
     travels use uses walk walks want wants weigh weighs write writes
 """
 VERBS = frozenset(_VERBS.split())

@@ -53,7 +53,7 @@ def test_what_is_made_is_for_its_user_alone_whatever_the_umask(root):
     try:
         place = _place(root)
         place.make()
-        place.write("keeper.json", {"host": "h", "port": 1})
+        place.write("node_server.json", {"host": "h", "port": 1})
     finally:
         os.umask(mask)
     for path in (_own(root), *_own(root).rglob("*")):
@@ -100,7 +100,7 @@ def _open_root(root):
         (_link_of_job, "is a symbolic link"),
         (_writable, "has mode 0770: others can write to it"),
         (_writable_job, "has mode 0707"),
-        (_open_root, "others can rename what is in it"),
+        (_open_root, "other users can rename files in it"),
     ],
 )
 def test_folders_that_others_could_have_made_are_refused_by_name(root, plant, reason):
@@ -201,14 +201,14 @@ def test_a_secret_that_others_could_have_read_or_made_is_refused(tmp_path, what)
 
 
 def test_drafts_of_files_that_are_replaced_do_not_follow_links(tmp_path, monkeypatch):
-    from ds_hetero.common import reading
+    from ds_hetero.common import atomic_writing
 
-    monkeypatch.setattr(reading.secrets, "token_hex", lambda _: "1")
+    monkeypatch.setattr(atomic_writing.secrets, "token_hex", lambda _: "1")
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f".run.json.{os.getpid()}.1").symlink_to(victim)
     with pytest.raises(FileExistsError):
-        reading.write_whole(tmp_path / "run.json", "{}")
+        atomic_writing.write_whole(tmp_path / "run.json", "{}")
     assert victim.read_text() == "mine"
 
 

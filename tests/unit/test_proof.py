@@ -72,12 +72,12 @@ def test_the_tables_that_faults_are_planted_in_are_sound():
 
 
 def test_a_dropped_kv_block_is_found(monkeypatch):
-    real = RingTable.blocks
+    real = RingTable.blocks_between
 
     def dropped(self, q, k):
         return tuple((rows, blocks[:-1] if (q, k) == (1, 0) else blocks) for rows, blocks in real(self, q, k))
 
-    monkeypatch.setattr(RingTable, "blocks", dropped)
+    monkeypatch.setattr(RingTable, "blocks_between", dropped)
     assert any("and should see" in text for text in _violations(_table()))
 
 
@@ -130,8 +130,8 @@ def _pair(first: int, weights: tuple[int, int]) -> Schedule:
 
 
 def test_wrong_bytes_are_found(monkeypatch):
-    real = RingTable.num_columns
-    monkeypatch.setattr(RingTable, "num_columns", lambda self, transfer: real(self, transfer) + (transfer.source == 1))
+    real = RingTable.num_keys_of
+    monkeypatch.setattr(RingTable, "num_keys_of", lambda self, transfer: real(self, transfer) + (transfer.source == 1))
     assert any("is counted as" in text for text in _violations(_table()))
 
 
@@ -168,9 +168,11 @@ def test_a_member_without_tokens_changes_no_other_members_blocks(layout):
                 for lane in (one_lane(tokens, layout), one_lane(wider, layout))
             )
             for (i, q), (j, k) in product(enumerate(others), repeat=2):
-                assert [b for _, b in few.blocks(i, j)] == [b for _, b in many.blocks(q, k)]
-                assert few.columns(j) == many.columns(k) and (i == j or few.reads(i, j) == many.reads(q, k))
-            assert not any(many.reads(at, k) or many.reads(k, at) for k in others) and many.columns(at) == ()
+                assert [b for _, b in few.blocks_between(i, j)] == [b for _, b in many.blocks_between(q, k)]
+                assert few.travelling_keys(j) == many.travelling_keys(k) and (
+                    i == j or few.reads(i, j) == many.reads(q, k)
+                )
+            assert not any(many.reads(at, k) or many.reads(k, at) for k in others) and many.travelling_keys(at) == ()
 
 
 def test_rounds_depend_on_readers_nodes_and_widths_only():
@@ -180,12 +182,12 @@ def test_rounds_depend_on_readers_nodes_and_widths_only():
         for nodes, proxies in (((0, 0, 0), False), ((0, 1, 0), True), ((0, 1, 2), False)):
             lane = one_lane(tokens, "contiguous", nodes, proxies=proxies)
             table = RingTable(placement_of([lane], 3, documents), lane, True, None)
-            widths = [sum(b - a for a, b in table.columns(s)) for s in range(3)]
+            widths = [sum(b - a for a, b in table.travelling_keys(s)) for s in range(3)]
             pairs = [(s, r) for s, r in product(range(3), repeat=2) if s != r]
             pattern = sum(1 << bit for bit, (s, r) in enumerate(pairs) if table.reads(r, s))
             given_readers = table_of_readers(3, nodes, proxies, [max(w, 1) for w in widths], pattern)
             for p in range(3):
-                for rounds in ("forward_rounds", "backward_kv_rounds", "backward_grad_rounds", "kept"):
+                for rounds in ("forward_rounds", "backward_kv_rounds", "backward_grad_rounds", "kept_source"):
                     assert getattr(table, rounds)(p) == getattr(given_readers, rounds)(p)
             seen.add(pattern)
     assert len(seen) > 5

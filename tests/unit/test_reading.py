@@ -70,7 +70,7 @@ def test_json_that_is_not_plain_data_is_refused_by_name(text: str, message: str)
         ("a: !!python/object/apply:os.system [true]\n", "is not YAML"),
         ("a: !!binary aGk=\n", "a is a bytes"),
         ("a: !!set {x}\n", "a is a set"),
-        ("a: &a [*a]\n", r"alias \*a stands for nothing"),
+        ("a: &a [*a]\n", r"alias \*a refers to an anchor that does not exist or is not complete"),
         ("a: [1\n", "is not YAML"),
         ("? [a]\n: b\n", "is not YAML"),
     ],

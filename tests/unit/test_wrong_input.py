@@ -58,7 +58,7 @@ def problem(ds_config, tmp_path: Path, world_size: int = 2) -> str | None:
         ),
         ({"zero_optimization": {"stage": 1}, "heterogeneity": {"zero_partition": [1, 2, 3]}}, "lists 3 weights"),
         ({"zero_optimization": {"stage": 3}, "heterogeneity": {"zero_partition": [0, 2]}}, "rank 0 a weight of 0"),
-        ({"heterogeneity": {"zero_partition": [1, 2]}}, "nothing to partition without ZeRO"),
+        ({"heterogeneity": {"zero_partition": [1, 2]}}, '"zero_partition" needs ZeRO, but'),
         ({"heterogenity": {}}, 'did you mean "heterogeneity"?'),
         ({"Heterogeneity": {}}, 'did you mean "heterogeneity"?'),
         ({"heterogeneity": {"cluster": "no-such-cluster"}}, "cannot read cluster 'no-such-cluster'"),

@@ -1,8 +1,9 @@
-"""Python imports this file when it starts, if its folder is on PYTHONPATH: how `benchmarks.lab.launch` reaches ranks.
+"""Let ranks of any command take their place in an emulated cluster; Python imports this file when it starts.
 
-In a process with RANK and the launcher's settings in its environment, torch.distributed's `init_process_group` is
-wrapped once torch has been imported: when the group exists, the rank takes its speed and its memory limit. DeepSpeed
-is kept from compiling an extension as it starts.
+It does so if this folder is on PYTHONPATH, which `benchmarks.lab.launch` sets. In a process with RANK and the
+launcher's settings in its environment, torch.distributed's `init_process_group` is wrapped once torch has been
+imported: when the group exists, the rank takes its speed and its memory limit. DeepSpeed is kept from compiling an
+extension at its start.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ def _join_when_the_group_exists(module: Any) -> None:
 def _without_shared_memory(module: Any) -> None:
     """Keep DeepSpeed from compiling its extension for all-reduces in shared memory.
 
-    They would go past the emulated links. And ranks wait for whoever compiles, minutes on a busy machine: one that is
-    killed meanwhile leaves a lock behind, for which every later start waits without end.
+    They would bypass the emulated links. Ranks would also wait for the one that compiles, minutes on a busy machine; if
+    it is killed meanwhile, it leaves a lock for which every later start waits forever.
     """
     module.ShareMemCommBuilder.is_compatible = lambda builder, verbose=False: False
 
 
 def _join() -> None:
-    """Become the rank that the emulated cluster says."""
+    """Take this rank's place in the emulated cluster."""
     settings = json.loads(os.environ["DS_HETERO_LAB"])
     sys.path.append(settings["root"])
     from benchmarks.emulation.join import join
@@ -80,7 +81,7 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
 
 
 def _import_the_usual() -> None:
-    """The file of this name that would have been imported without us, if there is one."""
+    """Import the file of this name that Python would have imported otherwise, if there is one."""
     here = str(Path(__file__).parent)
     ours = sys.modules.pop("sitecustomize", None)
     sys.path[:] = [folder for folder in sys.path if folder != here]

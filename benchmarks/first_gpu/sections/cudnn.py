@@ -21,22 +21,22 @@ _LONGEST_CHECKED = 12_000  # plain operations take too long beyond
 
 
 def kernel_of(context: Context, lays_out: bool = True) -> CudnnKernel:
-    """CuDNN's operator, or its stand-in of a rehearsal."""
+    """Return cuDNN's operator as a kernel; in a rehearsal its replacement."""
     return CudnnKernel(without_cudnn() if context.rehearsal else None, lays_out)
 
 
 def check(context: Context) -> None:
-    """Errors of every case, and what its first call takes, which builds a graph for its shape."""
+    """Report the error of every case, and the time of its first call, which builds a graph for its shape."""
     kernel = kernel_of(context)
     for block, ways in _cases(context):
         tensors = block.tensors(context.device, context.half)
-        wanted = expected(block, tensors)
+        expected_tensors = expected(block, tensors)
         for way in ways:
             row: Row = {"case": block.text, "way": way}
             call = {"whole": computed, "two blocks": computed_of_rows, "strided": _strided}[way]
             try:
                 row["first_call_s"] = first_call_s(context.device, lambda: call(kernel, block, tensors))  # noqa: B023
-                row |= errors(call(kernel, block, tensors), wanted)
+                row |= errors(call(kernel, block, tensors), expected_tensors)
             except (RuntimeError, ValueError) as error:
                 row["refused"] = str(error).strip().splitlines()[0][:200]
             else:
@@ -45,6 +45,7 @@ def check(context: Context) -> None:
 
 
 def _cases(context: Context) -> Iterator[tuple[Block, tuple[str, ...]]]:
+    """Yield the blocks to check."""
     if context.rehearsal:
         small = {"head_dim": 64, "heads": 4, "kv_heads": 2}
         yield Block(40, 40, True, **small), ("whole",)
@@ -63,7 +64,7 @@ def _cases(context: Context) -> Iterator[tuple[Block, tuple[str, ...]]]:
 
 
 def _strided(kernel: CudnnKernel, block: Block, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same twice, out and dout with other strides the second time, q, k and v the same: is an old graph used?"""
+    """Run twice with other strides of out and dout, and the same of q, k and v: is a stale graph used?"""
     as_it_is = CudnnKernel(kernel._operators, lays_out=False)
     q, k, v, dout = tensors
     out, lse = as_it_is.forward(q, k, v, block.scores, block.band)
@@ -74,7 +75,7 @@ def _strided(kernel: CudnnKernel, block: Block, tensors: tuple[Tensor, ...]) -> 
 
 
 def time(context: Context) -> None:
-    """Rates of cuDNN and of the kernel that the package chooses, forward and backward apart."""
+    """Report the rates of cuDNN and of the package's kernel, forward and backward separately."""
     chosen = select(context.device, context.half, 128, None, None)
     kernels: dict[str, AttentionKernel] = {"cudnn": kernel_of(context), chosen.name: chosen}
     for block in _timed(context):
@@ -111,6 +112,7 @@ def _timed(context: Context) -> Iterator[Block]:
 def _seconds(
     context: Context, kernel: AttentionKernel, block: Block, tensors: tuple[Tensor, ...]
 ) -> tuple[float, float]:
+    """Return the seconds of forward and backward."""
     q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, block.scores, block.band)
     saved = SavedForward(q, k, v, out, lse)

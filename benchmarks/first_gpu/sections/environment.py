@@ -1,4 +1,4 @@
-"""Section "environment": what the machine and its software are, and what has to begin before anything else."""
+"""Section "environment": describe machine and software, and start what later sections need."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ds_hetero.runtime.backends import backend_of
 from ds_hetero.runtime.devices import collectives_library, has_native_bf16
 
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "accelerate", "peft", "flash-attn", "nvidia-nccl-cu13")
-# Processes, of which each has a core: the one H200 there was had 16 (docs/measured.md). Some are left to what is timed.
+# Compiler processes, one per core; the H200 had 16 (docs/evidence/one-h200.md). Other cores are left to what is timed.
 _COMPILERS = max(1, min(12, (os.cpu_count() or 1) - 4))
 
 
 def describe(context: Context) -> None:
-    """Versions, libraries, and what the device can do."""
+    """Report versions, libraries, and abilities of the device."""
     row: Row = {"what": "software", "python": platform.python_version(), "cores": os.cpu_count()}
     row |= {package: release_of(package) for package in _PACKAGES}
     row["untested_releases"] = untested_releases()
@@ -65,18 +65,18 @@ def describe(context: Context) -> None:
 
 
 def _nccl_libraries() -> set[str]:
-    """Names of the folders of site-packages that hold a libnccl, and of the system's."""
-    found = set()
+    """Return the folders of site-packages and of the system that have a libnccl."""
+    libraries = set()
     for folder in (*sys.path, "/usr/lib/x86_64-linux-gnu", "/usr/local/lib"):
         for file in glob.glob(f"{folder}/**/nccl*/lib/libnccl.so*", recursive=False) + glob.glob(
             f"{folder}/libnccl.so*"
         ):
-            found.add("/".join(Path(file).parts[-4:]))
-    return found
+            libraries.add("/".join(Path(file).parts[-4:]))
+    return libraries
 
 
 def name_backends(context: Context) -> None:
-    """Which backend the package sees behind each name of a process group."""
+    """Report which backend the package detects behind each name of a process group."""
     import torch.distributed as dist
 
     kind = context.choose("nccl", "gloo")
@@ -87,16 +87,16 @@ def name_backends(context: Context) -> None:
         folder.mkdir()
         replace(context, folder=folder).join(name=name)
         try:
-            seen = backend_of()
+            detected = backend_of()
         except HeteroError as error:
-            seen = f"{type(error).__name__}: {error}"
-        said = dist.get_backend()
-        context.report({"given": name, "torch_says": said, "package_sees": seen, "right": seen == kind})
+            detected = f"{type(error).__name__}: {error}"
+        actual = dist.get_backend()
+        context.report({"given": name, "torch_says": actual, "package_sees": detected, "right": detected == kind})
         dist.destroy_process_group()
 
 
 def start_mps(context: Context) -> None:
-    """Let processes run on the card side by side and not by turns; the runner tries its daemon, and ends it."""
+    """Let processes run on the GPU at the same time and not by turns; the runner tries MPS's daemon, and ends it."""
     command = shutil.which(mps.COMMAND)
     if command is None and context.rehearsal:
         command = _stand_in(context.folder)
@@ -112,7 +112,7 @@ def start_mps(context: Context) -> None:
 
 
 def _stand_in(folder: Path) -> str:
-    """A command in the place of CUDA's, which takes its arguments and does nothing."""
+    """Write a command that accepts the arguments of CUDA's and does nothing."""
     file = folder / mps.COMMAND
     file.write_text("#!/bin/sh\ncat >/dev/null\nexit 0\n")
     file.chmod(0o755)
@@ -120,7 +120,7 @@ def _stand_in(folder: Path) -> str:
 
 
 def compile_kernels(context: Context) -> None:
-    """Compile this rank's share of what section "triton" will launch."""
+    """Compile this rank's share of the kernels that section "triton" will launch."""
     capability = context.capability
     todo = context.choose(configs(capability), rehearsed_configs())[context.rank :: context.ranks]
     for config in todo:

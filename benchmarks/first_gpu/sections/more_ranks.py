@@ -1,4 +1,4 @@
-"""Section "more_ranks": three ranks on one card, for what two cannot show."""
+"""Section "more_ranks": three ranks on one GPU, for cases that two cannot show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAITS_FOR_EVER = {"STRICT_GROUP_LOCK_S": "0"}  # in a rehearsal as on a card: t
 
 
 def used_by_some_first(context: Context) -> None:
-    """A group without a communicator yet, whose first call is a message between two of its three ranks."""
+    """Use a group without a communicator for a message between two of its three ranks, as its first call."""
     context.join(lazily=True)
     element = torch.zeros(1, device=context.device)
     context.report({"step": "begins"})
@@ -29,7 +29,7 @@ def used_by_some_first(context: Context) -> None:
 
 
 def used_by_all_first(context: Context) -> None:
-    """The same message on a group as the package makes it: used once by all ranks."""
+    """Send the same message in a group that all its ranks have used once, as the package makes groups."""
     from ds_hetero.runtime.process_groups import ProcessGroups
 
     context.join(lazily=True)
@@ -49,14 +49,14 @@ def _exchange(rank: int, peer: int, element: torch.Tensor, group: dist.ProcessGr
 
 
 def three_stages(context: Context) -> None:
-    """A pipeline of three stages, in which a gradient that is asked for too early would wait for a forward."""
+    """Train a pipeline of three stages, in which a gradient that is requested too early would wait for a forward."""
     context.join()
     differences = largest_difference(plan_of(lone_stages(context.ranks)), context.device, tied=True)
     context.report({"stages": "3 of one rank", **differences, "right": max(differences.values()) <= two_ranks.RIGHT})
 
 
 def tensor_stage(context: Context) -> None:
-    """A stage of one rank before one of two that hold copies of their tokens."""
+    """Train a stage of one rank before a stage of two ranks that hold copies of their tokens."""
     from ds_hetero.values.plans import Stage
 
     context.join()

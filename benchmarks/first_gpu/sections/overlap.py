@@ -22,7 +22,7 @@ _MARGINS = (0, 4, 8, 16)  # SMs that an attention kernel leaves to others, where
 
 
 def measure(context: Context) -> None:
-    """Attention alone, messages alone, and both: which share of the shorter one is hidden under the longer one."""
+    """Time attention alone, messages alone, and both; report the share of the shorter one that the longer one hides."""
     context.join()
     tokens = context.choose(16_384, 64)
     block = Block(tokens, tokens, False, context.choose(128, 32), context.choose(16, 2), context.choose(16, 2))
@@ -42,7 +42,7 @@ def measure(context: Context) -> None:
 
 
 def _kernels(context: Context) -> Iterator[tuple[str, AttentionKernel, int]]:
-    """Every kernel that runs here, with the margins that it knows."""
+    """Yield every kernel that runs here, with the margins that it supports."""
     for name, reason in available(context.device, context.dtype, 128).items():
         if reason is None:
             yield name, select(context.device, context.dtype, 128, None, name), 0
@@ -58,10 +58,10 @@ def _kernels(context: Context) -> Iterator[tuple[str, AttentionKernel, int]]:
 
 @contextmanager
 def _flash_attention(name: str) -> Iterator[str | None]:
-    """Let another flash-attention stand for torch's own operator: torch 2.13 or newer, and the package of it.
+    """Let another flash-attention replace torch's own operator: torch 2.13 or newer, and its package.
 
     Yields:
-        Why it cannot; None where it does.
+        Why it cannot; None if it does.
     """
     import torch.nn.attention as attention
 
@@ -82,7 +82,7 @@ def _flash_attention(name: str) -> Iterator[str | None]:
 
 @contextmanager
 def _leaving(margin: int) -> Iterator[None]:
-    """Let kernels that ask torch leave so many SMs free."""
+    """Let kernels that ask torch leave ``margin`` SMs free."""
     set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if not margin or set_carveout is None:
         yield
@@ -95,7 +95,7 @@ def _leaving(margin: int) -> Iterator[None]:
 
 
 def _high_priority_group(context: Context) -> Any:
-    """A second group whose kernels are launched on a stream of high priority; gloo has no such thing."""
+    """Return a second group whose kernels are launched on a stream of high priority; gloo has none."""
     if context.device.type != "cuda":
         return dist.new_group([0])
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -103,7 +103,7 @@ def _high_priority_group(context: Context) -> Any:
 
 
 def _post_to_itself(context: Context, group: Any, sent: Tensor, received: Tensor) -> Callable[[], object]:
-    """Post a message from this rank to itself; return what waits for it."""
+    """Post a message from this rank to itself; return the works to wait for."""
     if context.device.type != "cuda":  # gloo sends nothing to itself: a thread copies
         copying = threading.Thread(target=received.copy_, args=(sent,))
         copying.start()
@@ -114,6 +114,7 @@ def _post_to_itself(context: Context, group: Any, sent: Tensor, received: Tensor
 
 
 def _times(context: Context, kernel: AttentionKernel, block: Block, post: Callable[[], Callable[[], object]]) -> Row:
+    """Return the seconds of attention, of messages and of both."""
     q, k, v, _ = block.tensors(context.device, context.dtype)
 
     def attend() -> None:

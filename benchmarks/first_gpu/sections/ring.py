@@ -1,4 +1,4 @@
-"""Section "ring": what splitting costs on one device, in the engine's own ring, and its merges and copies."""
+"""Section "ring": the cost of splitting on one device, in the engine's own ring, and its merges and copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _REPEATS = 3  # of passes of a whole ring, by the host's clock
 
 
 def time_rings(context: Context) -> None:
-    """Rings of several sizes against one undivided call, forward and backward; results on a short sequence first."""
+    """Time rings of several sizes and one undivided call, forward and backward.
+
+    Check results on a short sequence first.
+    """
     kernel = select(context.device, context.dtype, context.choose(128, 32), None, None)
     sizes = context.choose((2, 4, 8), (2, 3))
     _check(context, kernel, sizes)
@@ -38,26 +41,27 @@ def time_rings(context: Context) -> None:
 
 
 def _check(context: Context, kernel: AttentionKernel, sizes: tuple[int, ...]) -> None:
+    """Check the results of rings on a short sequence."""
     tokens = context.choose(1000, 50)
     block = Block(tokens, tokens, True, context.choose(128, 32), 4, 2)
     tensors = block.tensors(context.device, context.dtype)
-    wanted = expected(block, tensors)
+    expected_tensors = expected(block, tensors)
     for size in sizes:
         local = LocalRing(kernel, size, tensors)
-        found = [local.whole(parts) for parts in zip(*local.forward_and_backward(), strict=True)]
-        row: Row = {"ring": size, "tokens": tokens, "kernel": kernel.name, **errors(found, wanted)}
+        ring_tensors = [local.whole(parts) for parts in zip(*local.forward_and_backward(), strict=True)]
+        row: Row = {"ring": size, "tokens": tokens, "kernel": kernel.name, **errors(ring_tensors, expected_tensors)}
         row["right"] = max(row[name] for name in ("out", "dq", "dk", "dv")) <= RIGHT
         context.report(row)
 
 
 def _clocked(context: Context, call: Callable[[], object]) -> float:
-    """Median of some calls by the host's clock: a ring has threads, between whose launches no event can stand."""
+    """Return the median of some calls by the host's clock; events cannot separate the launches of a ring's threads."""
     call()
     return median(first_call_s(context.device, call) for _ in range(context.choose(_REPEATS, 1)))
 
 
 def time_merges(context: Context) -> None:
-    """The package's merge of six operators against one kernel that passes over its tensors once."""
+    """Time the package's merge of six operators and one kernel that passes over its tensors once."""
     from benchmarks.first_gpu.fused_merge import fused_merge_
 
     heads, head_dim = context.choose((16, 128), (2, 16))
@@ -80,7 +84,7 @@ def time_merges(context: Context) -> None:
 
 
 def _merged_tensors(context: Context, tokens: int, heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Out and lse as the ring has them, laid out token-major, and a kernel's part of them."""
+    """Return out and lse in the ring's token-major layout, and a kernel's part of them."""
     generator = torch.Generator(context.device).manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -92,7 +96,7 @@ def _merged_tensors(context: Context, tokens: int, heads: int, head_dim: int) ->
 
 
 def time_packing(context: Context) -> None:
-    """Copies around an all-to-all as they are, and eight bytes at a time; the copy that kernels may not need."""
+    """Time the copies around an all-to-all, the same eight bytes at a time, and the copy that kernels may not need."""
     ranks, tokens, dtype = 4, context.choose(16_384, 32), torch.bfloat16
     for heads, kv_heads, head_dim in context.choose(((16, 16, 128), (32, 8, 128), (32, 8, 64)), ((8, 4, 16),)):
         tensors = Block(tokens, tokens, True, head_dim, heads, kv_heads).tensors(context.device, dtype)[:3]
@@ -118,7 +122,7 @@ def time_packing(context: Context) -> None:
 
 
 def _exchange(ranks: int, tokens: int, heads: int, kv_heads: int) -> Exchange:
-    """Equal shares of a group whose wire is a copy."""
+    """Return an all-to-all of equal shares whose network is a copy."""
     per_q, per_kv = heads // ranks, kv_heads // ranks
     members = tuple(
         Member(tokens, (per_q * rank, per_q * (rank + 1)), (per_kv * rank, per_kv * (rank + 1)))

@@ -21,11 +21,11 @@ from ds_hetero.runtime.devices import has_native_bf16
 
 TORCH, CUDNN, KEPT = WAYS = ("torch", "cudnn", "cudnn, attention kept")
 _SEED = 0
-_SAME = 1e-2  # relative, of loss and gradient norm; kernels round in 16 bits in other places
+_RTOL = 1e-2  # relative, of loss and gradient norm; kernels round in 16 bits in other places
 
 
 class _Job(NamedTuple):
-    """A model and a length, the steps that warm up and those that count, and the ways of `WAYS`."""
+    """A model and a length, the numbers of steps, and the ways of `WAYS`."""
 
     model: str
     length: int
@@ -55,7 +55,7 @@ _REHEARSED = {  # a Llama with heads of 16
 
 
 def train(context: Context, job: _Job) -> None:
-    """Train a job in each way, on the same batch from the same weights; seconds, memory and losses."""
+    """Train a job in each way, on the same batch from the same weights; report seconds, memory and losses."""
     if not has_native_bf16(context.device):
         context.report({"job": job.text, "left_out": "these jobs train in bfloat16, which the device does not have"})
         return
@@ -77,7 +77,7 @@ def train(context: Context, job: _Job) -> None:
             continue
         first = first or row
         differences = [abs(row[name] / first[name] - 1) for name in ("loss", "grad_norm")]
-        row |= {"difference": max(differences), "right": max(differences) <= _SAME}
+        row |= {"difference": max(differences), "right": max(differences) <= _RTOL}
         context.report(row | {"lifted": lifted})
 
 
@@ -90,21 +90,28 @@ def _be_one_rank(context: Context) -> None:
 
 @contextmanager
 def _way(context: Context, way: str) -> Iterator[Callable[[], Row]]:
-    """Run attention in a way; what is yielded says afterwards how often it was computed."""
+    """Run attention in a way inside; the yielded object tells afterwards how often it was computed."""
     from ds_hetero.runtime.attention.kernels import torch_native
 
     with ExitStack() as stack:
-        kept = None
+        kept_attention = None
         if way in (CUDNN, KEPT):
             kernel = CudnnKernel(without_cudnn() if context.rehearsal else None)
             stack.enter_context(mock.patch.object(torch_native, "_operators", _with_cudnn(kernel)))
         if way == KEPT:
-            kept = stack.enter_context(keeping_attention())
-        yield lambda: {} if kept is None else {"computed": kept.computed, "reused": kept.reused}
+            kept_attention = stack.enter_context(keeping_attention())
+
+        def counts() -> Row:
+            """Return how often attention was computed and reused, where this is counted."""
+            if kept_attention is None:
+                return {}
+            return {"computed": kept_attention.computed, "reused": kept_attention.reused}
+
+        yield counts
 
 
 def _with_cudnn(kernel: CudnnKernel) -> Callable[..., Any]:
-    """The choice of torch's operators, with cuDNN's where it takes a block."""
+    """Return a choice of kernels that prefers cuDNN's operator for blocks that it supports."""
     from ds_hetero.runtime.attention.kernels import torch_native
 
     stock = torch_native._operators
@@ -113,12 +120,12 @@ def _with_cudnn(kernel: CudnnKernel) -> Callable[..., Any]:
         otherwise = stock(device, dtype, head_dim, softcap)
 
         def forward(q: Any, k: Any, v: Any, scores: Any, blocks: Any) -> Any:
-            taken = cudnn_refusal(q, k, scores, blocks) is None
-            return (kernel if taken else otherwise).forward(q, k, v, scores, blocks)
+            is_taken = cudnn_refusal(q, k, scores, blocks) is None
+            return (kernel if is_taken else otherwise).forward(q, k, v, scores, blocks)
 
         def backward(dout: Any, saved: Any, scores: Any, blocks: Any) -> Any:
-            taken = cudnn_refusal(saved.q, saved.k, scores, blocks) is None
-            return (kernel if taken else otherwise).backward(dout, saved, scores, blocks)
+            is_taken = cudnn_refusal(saved.q, saved.k, scores, blocks) is None
+            return (kernel if is_taken else otherwise).backward(dout, saved, scores, blocks)
 
         return torch_native._Operators(forward, backward)
 
@@ -126,7 +133,7 @@ def _with_cudnn(kernel: CudnnKernel) -> Callable[..., Any]:
 
 
 def _steps(context: Context, job: _Job) -> Row:
-    """One step that warms up, and those that count."""
+    """Yield one step that warms up, and those that count."""
     import deepspeed
 
     import ds_hetero
@@ -154,10 +161,10 @@ def _steps(context: Context, job: _Job) -> Row:
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=context.device.type == "cuda")
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     try:
-        own = handle.for_engine(engine)
+        model_handle = handle.for_engine(engine)
         ids = torch.randint(config["vocab_size"], (1, length), generator=torch.Generator().manual_seed(_SEED))
-        (shard,) = own.dataloader([{"input_ids": ids, "labels": ids.clone()}], batches="same")
-        return _timed(context, job, engine, lambda: own.loss(engine(**shard), shard))
+        (shard,) = model_handle.dataloader([{"input_ids": ids, "labels": ids.clone()}], batches="same")
+        return _timed(context, job, engine, lambda: model_handle.loss(engine(**shard), shard))
     finally:
         engine.destroy()
         handle.undo()
@@ -170,6 +177,7 @@ def _give_memory_back(context: Context) -> None:
 
 
 def _model(context: Context, job: _Job, config: dict[str, Any]) -> Any:
+    """Return the model of a job."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(_SEED)
@@ -186,26 +194,27 @@ def _model(context: Context, job: _Job, config: dict[str, Any]) -> Any:
 
 
 def _timed(context: Context, job: _Job, engine: Any, forward: Callable[[], torch.Tensor]) -> Row:
+    """Return seconds, memory and losses of a step."""
     seconds = []
     on_gpu = context.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(job.warm_ups + context.choose(job.steps, 1)):
         context.synchronize()
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         loss = forward()
         engine.backward(loss)
         engine.step()
         number, norm = loss.item(), float(engine.get_global_grad_norm())
         del loss
         context.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - began_s)
     row: Row = {"step_s": min(seconds[job.warm_ups :]), "first_step_s": seconds[0], "loss": number, "grad_norm": norm}
     return row | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if on_gpu else {})
 
 
 def _predicted_s(context: Context, job: _Job) -> float | None:
-    """Seconds that the cost model says at the catalogue's rates of this card; None where it has no such card."""
+    """Return the seconds of the cost model with the catalogue's rates of this GPU; None if it lacks the GPU."""
     from benchmarks.gpu_steps import Alone, cost_of
     from ds_hetero.errors import HeteroError
 

@@ -22,17 +22,17 @@ from ds_hetero.runtime.attention.kernels.triton_native import BlockSizes, Launch
 _TOKENS = 16_384  # a multiple of all block sizes
 # Products in each kernel: QK^T and PV; QK^T, dO V^T and dS K; QK^T, dO V^T, P^T dO and dS^T Q.
 _PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
-_SAME = 1e-2  # largest difference of an edge-free kernel's results over the largest value: sums in another order
+_RTOL = 1e-2  # largest difference of an edge-free kernel's results over the largest value: sums in another order
 
 
 def measure(context: Context) -> None:
-    """Whether edge-free kernels are right, then all rates."""
+    """Check edge-free kernels, then report all rates."""
     compare(context)
     time(context)
 
 
 def time(context: Context) -> None:
-    """Rate of every kernel with every choice of block sizes; products of the kernel itself, not those that count."""
+    """Report the rate of every kernel with every choice of block sizes; all matmuls of the kernel count."""
     if context.rehearsal:
         small = BlockSizes(16, 16, 1, 1)
         todo, tokens, heads = [Config("forward", 16, small), Config("dkv", 16, small, edge_free=True)], 16, 1
@@ -70,7 +70,7 @@ def time(context: Context) -> None:
 
 
 def compare(context: Context) -> None:
-    """Edge-free kernels against those of the package, on a full block of whole tiles."""
+    """Compare edge-free kernels with those of the package, on a full block of whole tiles."""
     tokens, head_dim, heads = context.choose((4096, 128, 16), (32, 16, 1))
     dtype = context.choose(context.half, torch.float32)
     edge_free_kernels(context.folder)
@@ -86,7 +86,7 @@ def compare(context: Context) -> None:
         index = {"forward": 0, "dq": 0, "dkv": 1}[kernel]
         stock, other = (of[index].float() for of in results)
         error = float((stock - other).abs().max() / stock.abs().max())
-        context.report({"kernel": kernel, "difference": error, "same": error <= _SAME})
+        context.report({"kernel": kernel, "difference": error, "same": error <= _RTOL})
 
 
 SECTION = Section(

@@ -1,4 +1,4 @@
-"""Section "two_ranks": what ranks say to each other over NCCL, two of them on one card."""
+"""Section "two_ranks": communication of two ranks on one GPU over NCCL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WAITS_FOR_EVER = {"STRICT_GROUP_LOCK_S": "0"}  # in a rehearsal as on a card: t
 
 
 def pipeline_unconnected(context: Context) -> None:
-    """Train as before the review: no pair is connected first, and gradients are asked for before forwards."""
+    """Train as before the review: no pair is connected first, and gradients are requested before forwards."""
     with _as_before():
         _train_pipeline(context, tied=False)
 
@@ -44,12 +44,13 @@ def tied_pipeline(context: Context) -> None:
 
 
 def _train_pipeline(context: Context, tied: bool) -> None:
+    """Train one step of a pipeline; report its differences from one process."""
     context.join()
     context.report({"step": "begins"})
-    began = time.monotonic()
+    began_s = time.monotonic()
     row: Row = {"step": "ended", **largest_difference(plan_of(lone_stages(context.ranks)), context.device, tied)}
     row["right"] = max(row["loss_difference"], row["weight_difference"]) <= RIGHT
-    context.report(row | {"step_s": time.monotonic() - began})
+    context.report(row | {"step_s": time.monotonic() - began_s})
 
 
 @contextmanager
@@ -58,11 +59,11 @@ def _as_before() -> Iterator[None]:
     from ds_hetero.runtime.process_groups import Connections
 
     class EagerInbox(runner._Inbox):
-        """Asks for what comes as soon as it is made."""
+        """An inbox that requests messages as soon as it is made."""
 
         def __init__(self, boundary: Any, batches: Any, width: int, dtype: torch.dtype) -> None:
             super().__init__(boundary, batches, width, dtype)
-            self.expect(len(batches))
+            self.post_receives(len(batches))
 
     with (
         mock.patch.object(Connections, "make", lambda self, pairs: None),
@@ -72,7 +73,7 @@ def _as_before() -> Iterator[None]:
 
 
 def posted_receive(context: Context) -> None:
-    """Whether a receive that waits for its peer keeps this rank from giving memory back to the driver."""
+    """Report whether a receive that waits for its peer keeps this rank from returning memory to the driver."""
     context.join()
     late_s = context.choose(4.0, 0.5)
     element = torch.zeros(1, device=context.device)
@@ -84,16 +85,16 @@ def posted_receive(context: Context) -> None:
         return
     torch.empty(64 * 2**20, dtype=torch.uint8, device=context.device)  # which the allocator keeps
     works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, element, 1)])
-    began = time.monotonic()
+    began_s = time.monotonic()
     _give_memory_back(context)
-    waited_s = time.monotonic() - began
+    waited_s = time.monotonic() - began_s
     for work in works:
         work.wait()
     context.report({"late_s": late_s, "waited_s": waited_s, "blocks": waited_s > late_s / 2})
 
 
 def _message(context: Context, element: torch.Tensor) -> None:
-    """One from rank 1 to rank 0."""
+    """Send a message from rank 1 to rank 0."""
     operation = dist.P2POp(dist.isend, element, 0) if context.rank == 1 else dist.P2POp(dist.irecv, element, 1)
     for work in dist.batch_isend_irecv([operation]):
         work.wait()
@@ -113,12 +114,15 @@ def _give_memory_back(context: Context) -> None:
 
 
 def attention(context: Context) -> None:
-    """A ragged exchange and a ring in the type that trains, on lengths that fit no tile, against float64."""
+    """Compare an uneven all-to-all and a ring with float64.
+
+    In the training type, on lengths that are no multiple of a tile.
+    """
     from ds_hetero.runtime.attention.attention import AttentionSpec
     from ds_hetero.runtime.attention.kernels import select
     from ds_hetero.runtime.process_groups import ProcessGroups
     from ds_hetero.runtime.replica import make_replica
-    from ds_hetero.selftest.attention_case import TOLERANCE, Case, largest_error
+    from ds_hetero.selftest.attention_case import TOLERANCE, AttentionCase, largest_error
     from ds_hetero.selftest.uneven_schedules import uneven_schedules
     from ds_hetero.values.plans import Plan
 
@@ -128,14 +132,14 @@ def attention(context: Context) -> None:
     kernel = select(context.device, dtype, 64, None, None)
     for name, schedule in uneven_schedules(context.ranks).items():
         replica = make_replica(Plan.of_replicas([schedule]), groups)
-        began = time.monotonic()
-        error = largest_error(Case(AttentionSpec(kernel), dtype, 64), replica, length, context.device)
+        began_s = time.monotonic()
+        error = largest_error(AttentionCase(AttentionSpec(kernel), dtype, 64), replica, length, context.device)
         row: Row = {"schedule": name, "kernel": kernel.name, "tokens": length, "error": error}
-        context.report(row | {"right": error <= TOLERANCE[dtype], "step_s": time.monotonic() - began})
+        context.report(row | {"right": error <= TOLERANCE[dtype], "step_s": time.monotonic() - began_s})
 
 
 def zero_3(context: Context) -> None:
-    """A weighted ZeRO-3 step against one process, behind DeepSpeed, in float32; with the releases that are there."""
+    """Compare a weighted ZeRO-3 step behind DeepSpeed with one process, in float32, with the installed releases."""
     from benchmarks.first_gpu.lifted import lift_checks
 
     lifted = lift_checks()
@@ -164,9 +168,9 @@ def zero_3(context: Context) -> None:
     }
     model = small_llama(heads, heads, length)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    began = time.monotonic()
+    began_s = time.monotonic()
     step = train_one_step(ds_hetero.register(), model, optimizer, batch, config)
-    row: Row = {"loss_difference": abs(step.loss - loss.item()), "step_s": time.monotonic() - began}
+    row: Row = {"loss_difference": abs(step.loss - loss.item()), "step_s": time.monotonic() - began_s}
     expected = {name: (p - p.grad).detach().float().cpu() for name, p in alone.named_parameters() if p.grad is not None}
     row["weight_difference"] = max(float((step.parameters[name] - expected[name]).abs().max()) for name in expected)
     row["right"] = max(row["loss_difference"], row["weight_difference"]) <= RIGHT
@@ -177,7 +181,7 @@ def zero_3(context: Context) -> None:
 
 
 def memory_of_groups(context: Context) -> None:
-    """Bytes that each communicator takes when it is made, used, and connected pair by pair."""
+    """Report the bytes that each communicator takes when it is made, used, and connected pair by pair."""
     context.join()
     dist.barrier()
     if context.rank == 0:
@@ -212,7 +216,7 @@ def _all_to_all(tensor: torch.Tensor, group: Any) -> None:
 
 
 def unequal_collectives(context: Context) -> None:
-    """Rates of gathers and reduces of equal parts, as one call and as a list, and of unequal parts as a list."""
+    """Report rates of gathers and reduces: equal parts in one call and as a list, unequal parts as a list."""
     from ds_hetero.runtime.backends import gathers_unequal_parts
 
     context.join()
@@ -255,13 +259,13 @@ def _buffer(context: Context, sizes: list[int]) -> tuple[torch.Tensor, list[torc
 
 def _gather(context: Context, sizes: list[int], is_list: bool) -> float:
     flat, parts = _buffer(context, sizes)
-    own = parts[context.rank].clone()
+    local_part = parts[context.rank].clone()
 
     def call() -> None:
         if is_list:
-            dist.all_gather(parts, own)
+            dist.all_gather(parts, local_part)
         else:
-            dist.all_gather_into_tensor(flat, own)
+            dist.all_gather_into_tensor(flat, local_part)
 
     return _timed_together(context, call)
 
@@ -279,13 +283,13 @@ def _broadcast(context: Context, sizes: list[int]) -> float:
 
 def _reduce(context: Context, sizes: list[int], is_list: bool) -> float:
     flat, parts = _buffer(context, sizes)
-    own = parts[context.rank].clone()
+    local_part = parts[context.rank].clone()
 
     def call() -> None:
         if is_list:
-            dist.reduce_scatter(own, parts)
+            dist.reduce_scatter(local_part, parts)
         else:
-            dist.reduce_scatter_tensor(own, flat)
+            dist.reduce_scatter_tensor(local_part, flat)
 
     return _timed_together(context, call)
 
@@ -299,7 +303,7 @@ def _timed_together(context: Context, call: Callable[[], None]) -> float:
 
 
 def selftest(context: Context) -> None:
-    """``ds-hetero selftest --quick --timeout-s 10`` on these ranks; a row for each of its lines once it is known."""
+    """Run ``ds-hetero selftest --quick --timeout-s 10`` on these ranks; report a row for each of its lines at once."""
     from benchmarks.first_gpu.lifted import lift_checks
     from ds_hetero.selftest.lines import Line
     from ds_hetero.selftest.report import redacted
@@ -318,16 +322,16 @@ def selftest(context: Context) -> None:
         out=None,
         as_json=None,
         with_host_names=False,
-        hears=report,
+        on_line=report,
     )
     if not run(options):
         raise RuntimeError("the self-test has failed")
 
 
 def lost_rank(context: Context) -> None:
-    """Rank 1 is killed; the others wait for it in a number that they read, which nobody of NCCL's ever gives them.
+    """Kill rank 1 while the others read a number that it would send; NCCL never gives it to them.
 
-    When each rank ended stands in the entry of the part.
+    The entry of the part has the time at which each rank ended.
     """
     from ds_hetero.runtime.collectives import messages_group
 

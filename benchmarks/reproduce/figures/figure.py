@@ -1,4 +1,4 @@
-"""A table or figure of a paper, rebuilt, and its place on the page docs/papers.md."""
+"""A rebuilt table or figure of a paper, and its section of a page in docs/evidence."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ class Figure:
 
     Args:
         name: in the paper, such as ``"Table 3"``.
-        shows: what the paper shows there.
+        title: its subject in a few words, for the heading.
+        shows: what the paper shows there, in whole sentences.
         columns: headings of the table.
         rows: cells of the table.
-        decides: the assumption on which agreement or difference depends most.
+        decides: the assumption on which agreement or difference depends most, in whole sentences.
         why_not: why it is not reproduced; the table is then empty.
-        lines: for a picture, by label the points ``(x, y)``; none where the paper has a table.
-        axes: of the picture: x, y, and ``"log"`` where x is logarithmic.
+        lines: of a picture, by label, the points ``(x, y)``; empty if the paper has a table.
+        axes: of the picture: x, y, and ``"log"`` if x is logarithmic.
         cases: names of the values 0, 1, ... of x, whose y are drawn as bars beside each other.
-        command: that rebuilds it; left out, the one of the whole page.
+        command: that rebuilds it; left out, the command of the whole page.
     """
 
     name: str
+    title: str = ""
     shows: str
     columns: tuple[str, ...] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -37,7 +39,7 @@ class Figure:
     command: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for the result file."""
+        """Return plain data for the result file."""
         return asdict(self)
 
 
@@ -47,45 +49,64 @@ Maker = Callable[[bool], Figure]
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """A paper with its tables and figures in the order of the paper.
+    """A paper with its tables and figures in order.
 
     Args:
         key: short name.
+        name: as people say it.
         title: with its source.
-        makers: of the figures that are rebuilt, by their names.
-        left_out: name and reason of the others.
+        result: the comparison in short; a test holds its numbers to those of the figures.
+        setup: the assumptions of all figures.
+        makers: functions that rebuild figures, by name.
+        left_out: name and reason of the other figures.
     """
 
     key: str
+    name: str
     title: str
+    result: str = ""
+    setup: str = ""
     makers: Mapping[str, Maker]
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def section(key: str, figure: Mapping[str, Any], picture: str | None) -> list[str]:
-    """Lines of the page for one figure.
+MAX_CELL = 60  # characters of a table's cell that still fit a screen
+
+
+def section(figure: Mapping[str, Any], picture: str | None) -> list[str]:
+    """Return the lines of the page for one figure.
 
     Args:
-        key: of the paper.
         figure: of `Figure.to_dict`.
-        picture: path from the page; None where there is none.
+        picture: path from the page; None if there is none.
     """
-    lines = [f"### {figure['name']}", "", figure["shows"], ""]
+    lines = [f"## {figure['name']}: {figure['title']}", "", figure["shows"], ""]
     if figure["why_not"]:
         return [*lines, f"Not reproduced: {figure['why_not']}", ""]
     if picture is not None:
-        lines += [f"![{figure['name']}]({picture})", ""]
+        lines += [f"![{figure['name']}: {figure['title']}]({picture})", ""]
     if figure["columns"]:
-        lines.append(f"| {' | '.join(figure['columns'])} |")
-        lines.append(f"|{'---|' * len(figure['columns'])}")
-        lines += [f"| {' | '.join(row)} |" for row in figure["rows"]]
-        lines.append("")
-    command = figure["command"] or f"python -m benchmarks.reproduce all --only {key}"
-    return [*lines, f"Decided by: {figure['decides']} Command: `{command}`.", ""]
+        lines += [*_rows(figure["columns"], figure["rows"]), ""]
+    lines += [f"**Assumptions.** {figure['decides']}", ""]
+    if figure["command"]:
+        lines += [f"Command: `{figure['command']}`", ""]
+    return lines
+
+
+def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table; a list if a cell is too long for one."""
+    if any(len(cell) > MAX_CELL for row in rows for cell in row):
+        others = columns[1:]
+        cells = [
+            "; ".join(f"{column} {cell}" for column, cell in zip(others, row[1:], strict=True) if cell) for row in rows
+        ]
+        return [f"* **{row[0]}**: {text}" for row, text in zip(rows, cells, strict=True)]
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
 
 
 def draw(figure: Mapping[str, Any], path: Path) -> None:
-    """Draw the lines of a figure, or bars where x has names.
+    """Draw the lines of a figure, or bars if x has names.
 
     Args:
         figure: of `Figure.to_dict`.
@@ -99,8 +120,8 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
     width = 0.8 / len(figure["lines"])  # of a bar
     for i, (label, points) in enumerate(figure["lines"].items()):
         if cases:
-            left = [case + width * (i - (len(figure["lines"]) - 1) / 2) for case, _ in points]
-            axis.bar(left, [value for _, value in points], width, label=label)
+            left_edges = [case + width * (i - (len(figure["lines"]) - 1) / 2) for case, _ in points]
+            axis.bar(left_edges, [value for _, value in points], width, label=label)
         else:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
     if cases:
@@ -121,5 +142,5 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
 
 
 def _in_k(value: float) -> str:
-    """``64K`` for 65,536; a number that is no multiple of 1,024 as it is."""
+    """Return ``64K`` for 65,536; a number that is no multiple of 1,024 unchanged."""
     return f"{value:g}" if value % 1024 else f"{value / 1024:g}K"

@@ -1,4 +1,4 @@
-"""The hetero ring's figures by prediction: two L40, the second at 10 to 90 %, 4K to 64K tokens, 8 heads of 64."""
+"""The hetero ring's figures by prediction: two L40, the second at 10 to 90 % speed, 4K to 64K tokens, 8 heads of 64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import strategy
 from ds_hetero.planner.published.hetero_ring import device_alone_s, fit_formula
-from ds_hetero.planner.published.interface import ProfileTable
+from ds_hetero.planner.published.profile_table import ProfileTable
 
 FRACTIONS = tuple(percent / 100 for percent in range(10, 101, 10))
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536)
@@ -29,16 +29,12 @@ ONE_LAYER = ModelSpec(
     mlp_size=2048,
     vocab_size=32_000,
 )
-DECIDES = (
-    "the calibrated cost model of an L40, slowed down evenly; a kernel that MPS throttles need not follow its share of "
-    "the SMs. Emulated ranks of a CPU are measured by `python -m benchmarks.lab ring`, at 10 to 90 % and 4K to 16K "
-    "tokens of one head ([measured](measured.md#unequal-ranks))."
-)
+SETUP = "The cost model slows an L40 down evenly."
 
 
 @cache
 def device(fraction: float) -> DeviceSpec:
-    """An L40 at a share of its speed."""
+    """Return an L40 at a fraction of its speed."""
     full = CATALOGUE["L40"].device
     return replace(
         full,
@@ -49,7 +45,7 @@ def device(fraction: float) -> DeviceSpec:
 
 
 def cost_of(fraction: float, length: int) -> CostModel:
-    """Two ranks, the second at a share of its speed; a training step of one causal layer."""
+    """Return the cost model of a causal layer's training step on two ranks, the second at a fraction of its speed."""
     node = Node(name="two", devices=(device(1.0), device(fraction)), link=LINK)
     cluster = Cluster(nodes=(node,), network=LINK)
     return make_cost_model("calibrated", cluster, ONE_LAYER, Workload(seq_len=length, zero_stage=0))
@@ -57,21 +53,21 @@ def cost_of(fraction: float, length: int) -> CostModel:
 
 @cache
 def table() -> ProfileTable:
-    """Times of attention on one device by itself, by length and share of its speed."""
+    """Return the times of attention on one device alone, by length and fraction of its speed."""
     rows = [[device_alone_s(cost_of(1.0, n), device(s), n) for s in FRACTIONS] for n in LENGTHS]
     return ProfileTable(lengths=LENGTHS, speeds=FRACTIONS, seconds=tuple(map(tuple, rows)))
 
 
 @cache
 def times(fraction: float, length: int) -> dict[str, tuple[float, float]]:
-    """By strategy, seconds of attention and the share of tokens on the first rank."""
+    """Return by strategy the seconds of attention and the share of tokens on the first rank."""
     cost = cost_of(fraction, length)
-    found = {}
+    by_strategy = {}
     for name in STRATEGIES:
         schedule = strategy(name, cost, table())
         tokens = schedule.tokens(length)
-        found[name] = cost.predict(schedule).terms.ring_steps_s, tokens[0] / length
-    return found
+        by_strategy[name] = cost.predict(schedule).terms.ring_steps_s, tokens[0] / length
+    return by_strategy
 
 
 def _homogeneous_s(length: int) -> float:
@@ -83,23 +79,27 @@ def _grid(quick: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
 
 
 def token_split(quick: bool) -> Figure:
-    """Figure 1."""
+    """Rebuild figure 1, the split of tokens."""
     fractions, lengths = _grid(quick)
     lines = {name: [(s, times(s, lengths[-1])[name][1]) for s in fractions] for name in STRATEGIES}
     rows = [(f"{s:.0%}", *(f"{times(s, lengths[-1])[name][1]:.1%}" for name in STRATEGIES)) for s in fractions]
     return Figure(
         name="Figure 1",
-        shows="Tokens on the fast rank by strategy, at 64K tokens. The print is a drawing without numbers.",
+        title="tokens of the fast rank",
+        shows=(
+            "Share of the tokens that the fast rank gets, by strategy, at 64K tokens. The paper draws this "
+            "without numbers."
+        ),
         columns=("second rank at", *STRATEGIES),
         rows=rows,
-        decides=DECIDES,
+        decides=SETUP,
         lines=lines,
         axes=("speed of the second rank", "share of tokens on the first", ""),
     )
 
 
 def products(quick: bool) -> Figure:
-    """Figure 2: products of square matrices."""
+    """Rebuild figure 2, matmuls of square matrices."""
     sizes = (1024, 2048, 4096, 8192)
     rows, lines = [], dict[str, list[tuple[float, float]]]()
     for s in (0.1, 0.25, 0.5, 1.0):
@@ -112,17 +112,21 @@ def products(quick: bool) -> Figure:
         lines[f"{s:.0%}"] = list(zip(sizes, seconds, strict=True))
     return Figure(
         name="Figure 2",
-        shows="Time of products of square matrices by throttling, ms. The print is a drawing without numbers.",
+        title="square matmuls on a slowed GPU",
+        shows=(
+            "Milliseconds of a matmul of two square matrices, by matrix size and speed of the GPU. The paper "
+            "draws this without numbers."
+        ),
         columns=("speed", *(f"{n}" for n in sizes)),
         rows=rows,
-        decides=DECIDES,
+        decides=SETUP,
         lines=lines,
         axes=("size", "seconds", "log both"),
     )
 
 
 def performance(quick: bool) -> Figure:
-    """Figure 3: normalized performance by length and speed."""
+    """Rebuild figure 3, normalized performance by length and speed."""
     seconds = table().seconds
     lines = {
         f"{n // 1024}K": [(s, row[-1] / each) for s, each in zip(FRACTIONS, row, strict=True)]
@@ -131,35 +135,43 @@ def performance(quick: bool) -> Figure:
     rows = [(name, *(f"{y:.2f}" for _, y in points)) for name, points in lines.items()]
     return Figure(
         name="Figure 3",
-        shows="Performance of attention over that at full speed; about linear in the print.",
+        title="attention on a slowed GPU",
+        shows=(
+            "Speed of attention relative to a GPU at full speed. In the paper it grows about linearly with the "
+            "speed of the GPU; so it does here."
+        ),
         columns=("tokens", *(f"{s:.0%}" for s in FRACTIONS)),
         rows=rows,
-        decides=DECIDES,
+        decides=SETUP,
         lines=lines,
         axes=("speed", "normalized performance", ""),
     )
 
 
 def regression(quick: bool) -> Figure:
-    """Figure 4: the polynomial of degree 2."""
+    """Rebuild figure 4, the polynomial of degree 2."""
     formula = fit_formula(table())
     names = ("1", "x", "s", "x^2", "x s", "s^2")
     return Figure(
         name="Figure 4",
-        shows="Polynomial of degree 2 in length x and speed s for normalized performance.",
+        title="a polynomial for the speed",
+        shows=(
+            "Coefficients of a polynomial of degree 2 that gives the relative speed of attention from the "
+            "sequence length x and the speed s."
+        ),
         columns=("", "R^2", *names),
         rows=[
-            ("print", "0.922", *[""] * 6),
-            ("here", f"{formula.r_squared:.3f}", *map("{:.3f}".format, formula.coefficients)),
+            ("paper", "0.922", *[""] * 6),
+            ("ours", f"{formula.r_squared:.3f}", *map("{:.3f}".format, formula.coefficients)),
         ],
-        decides=f"{DECIDES} Predictions have no noise, so R^2 is higher than of measured times.",
+        decides=f"{SETUP} Predictions have no noise, so the fit (R^2) is better than for measured times.",
     )
 
 
 def slowdown(quick: bool) -> Figure:
-    """Figure 5: slowdown of every strategy over the whole grid."""
+    """Rebuild figure 5, the slowdown of every strategy over the whole grid."""
     fractions, lengths = _grid(quick)
-    rows = [("print, 10 %", "all", "5-8", "about 2", "", "", "")]
+    rows = [("paper, 10 %", "all", "5-8", "about 2", "", "", "")]
     for s in fractions:
         for n in lengths:
             ratios = {name: times(s, n)[name][0] / _homogeneous_s(n) for name in STRATEGIES}
@@ -172,61 +184,71 @@ def slowdown(quick: bool) -> Figure:
     }
     return Figure(
         name="Figure 5",
-        shows="Slowdown against two equal ranks; the best of a row has a star. The picture is at 64K.",
+        title="slowdown by strategy",
+        shows=(
+            "Time relative to two ranks of full speed. A star marks the best strategy of a row; the picture "
+            "shows 64K tokens."
+        ),
         columns=("second rank at", "tokens", *STRATEGIES),
         rows=rows,
-        decides=DECIDES,
+        decides=SETUP,
         lines=lines,
         axes=("speed of the second rank", "slowdown", ""),
     )
 
 
 def speedup(quick: bool) -> Figure:
-    """Figure 6: the proportional split over the even one."""
+    """Rebuild figure 6, the proportional split over the even one."""
     fractions, lengths = _grid(quick)
-    rows: list[Any] = [("print, best", *[""] * (len(lengths) - 1), "4.4 at 10 %")]
+    rows: list[Any] = [("paper, best", *[""] * (len(lengths) - 1), "4.4 at 10 %")]
     ratios = {s: [times(s, n)["even"][0] / times(s, n)["proportional"][0] for n in lengths] for s in fractions}
     rows += [(f"{s:.0%}", *map("{:.2f}".format, of_speed)) for s, of_speed in ratios.items()]
     return Figure(
         name="Figure 6",
-        shows="Speed-up of the proportional (uneven) split over the even one.",
+        title="gain of uneven splits",
+        shows=(
+            "Speed-up of the proportional split over the even split, by speed of the second rank and number of tokens."
+        ),
         columns=("second rank at", *(f"{n // 1024}K" for n in lengths)),
         rows=rows,
-        decides=DECIDES,
+        decides=SETUP,
     )
 
 
 def latency(quick: bool) -> Figure:
-    """Figure 7: latency at 10 %."""
+    """Rebuild figure 7, latency at 10 %."""
     lengths = _grid(quick)[1]
-    rows: list[Any] = [("print, 64K", "over 6 s", "below 1.4 s", "", "", "")]
+    rows: list[Any] = [("paper, 64K", "over 6 s", "below 1.4 s", "", "", "")]
     rows += [(f"{n // 1024}K", *(f"{1e3 * times(0.1, n)[name][0]:.2f} ms" for name in STRATEGIES)) for n in lengths]
     return Figure(
         name="Figure 7",
-        shows="Latency with the second rank at 10 %. The print is of a forward, here a training step is predicted: "
-        "ratios "
-        "can be compared, seconds cannot.",
+        title="latency with a rank at 10 %",
+        shows=(
+            "Latency with the second rank at 10 % of its speed. The paper times a forward pass; this table "
+            "predicts a training step. So compare ratios, not seconds."
+        ),
         columns=("tokens", *STRATEGIES),
         rows=rows,
-        decides=DECIDES,
+        decides=SETUP,
         lines={name: [(n, times(0.1, n)[name][0]) for n in lengths] for name in STRATEGIES},
         axes=("tokens", "seconds", "log both"),
     )
 
 
 def efficiency(quick: bool) -> Figure:
-    """Figure 8: the inverse of the slowdown."""
+    """Rebuild figure 8, the inverse of the slowdown."""
     fractions, lengths = _grid(quick)
     n = lengths[-1]
     lines = {name: [(s, _homogeneous_s(n) / times(s, n)[name][0]) for s in fractions] for name in STRATEGIES}
-    rows: list[Any] = [("print, 10 %", "below 20 %", "40-50 %", "40-50 %", "40-50 %", "")]
+    rows: list[Any] = [("paper, 10 %", "below 20 %", "40-50 %", "40-50 %", "40-50 %", "")]
     rows += [(f"{s:.0%}", *(f"{lines[name][i][1]:.0%}" for name in STRATEGIES)) for i, s in enumerate(fractions)]
     return Figure(
         name="Figure 8",
-        shows="Efficiency: time of two equal ranks over the time, at 64K tokens.",
+        title="efficiency by strategy",
+        shows="Time of two ranks of full speed, divided by the time with a slow second rank, at 64K tokens.",
         columns=("second rank at", *STRATEGIES),
         rows=rows,
-        decides=DECIDES,
+        decides=SETUP,
         lines=lines,
         axes=("speed of the second rank", "efficiency", ""),
     )
@@ -234,7 +256,20 @@ def efficiency(quick: bool) -> Figure:
 
 PAPER = Paper(
     key="hetero-ring",
+    name="Hetero ring",
     title="Heterogeneity-aware ring attention (Columbia)",
+    result=(
+        "With one of two ranks at 10 % of its speed and 64K tokens, uneven shares are 4.59 times as fast as "
+        "equal ones; the paper prints 4.4. Our plan slows down by 1.82 where a proportional split slows down by "
+        "2.18."
+    ),
+    setup=(
+        "Our setup: a training step of one attention layer with 8 heads of 64, on two L40 of which the second is "
+        "slowed down to 10 to 90 % of its speed. Strategies: `even` and `proportional` splits of the tokens, the "
+        "paper's look-up table (`lut`) and `formula`, and our `plan`. A kernel that MPS throttles need not "
+        "follow its share of the SMs, so real GPUs may differ. `python -m benchmarks.lab ring` measures the same "
+        "on CPU ranks ([unequal ranks](unequal-ranks.md))."
+    ),
     makers={
         "Figure 1": token_split,
         "Figure 2": products,

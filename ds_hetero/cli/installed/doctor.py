@@ -1,4 +1,7 @@
-"""``ds-hetero doctor``: checks whether training would start here. Checks of a section are in `doctor_section`."""
+"""``ds-hetero doctor``: checks whether training would start on this machine.
+
+`ds_hetero.cli.installed.doctor_section` has the checks of a section of ds_config.json.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE, TOKENS
-from ds_hetero.cli.printing import print_table
-from ds_hetero.common.extras import OPTIONAL, Package, installed_packages, is_installed
+from ds_hetero.cli.printing import print_lines, print_table
+from ds_hetero.common.extras import OPTIONAL_PACKAGES, Package, installed_packages, is_installed
 from ds_hetero.common.reading import JsonDict, JsonObject
+from ds_hetero.common.terminal import coloured
 from ds_hetero.errors import ModelError
 from ds_hetero.models import load_model
 from ds_hetero.values.schedule import Schedule
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 
     from ds_hetero.decision.facts import ModelFacts
 
-HEAD_DIM = 128  # with which kernels are tried: that of most models
+HEAD_DIM = 128  # head size with which attention kernels are tried; most models have it
 
 
 @click.command
@@ -55,21 +59,25 @@ def doctor(config: Path | None, world_size: int, model: str | None, as_json: boo
 
 
 def _end_without_torch(config: Path | None, as_json: bool) -> NoReturn:
-    """Report installed and missing packages, and end with exit code 1; kernels and sections cannot be checked."""
+    """Print installed and missing packages, and end with exit code 1: without torch, nothing else can be checked."""
     packages = list(map(_package, installed_packages()))
     report = {"healthy": False, "packages": packages, "devices": [], "section": None}
     if as_json:
         print(json.dumps(report))
     else:
         _show_packages(report)
-        of_section = "" if config is None else f', and "{SECTION}" of {config.name} is checked'
-        print(f'kernels are tried{of_section} where torch is installed: pip install "ds-hetero[train]"')
-        print("not healthy: see above")
+        section_text = "" if config is None else f', and "{SECTION}" of {config.name} is checked'
+        print_lines(f'kernels are tried{section_text} where torch is installed: pip install "ds-hetero[train]"')
+        print(coloured("not healthy: see above", "bad"))
     raise click.exceptions.Exit(1)
 
 
 def model_of(source: str | None) -> nn.Module | None:
-    """Build a model without weights; None without a source, or without transformers. Raises `ModelError`."""
+    """Return the model of a config.json or preset, without weights; None without a source, or without transformers.
+
+    Raises:
+        ModelError: the file cannot be read, or transformers refuses its values.
+    """
     if source is None or find_spec("transformers") is None:
         return None
     from ds_hetero.frameworks.transformers.model.facts import model_without_weights
@@ -86,7 +94,15 @@ def model_facts(
     seq_len: int | None,
     checkpointing: bool,
 ) -> ModelFacts:
-    """Return the facts of the model from the command's options. Raises `ModelError`: its configuration is unknown."""
+    """Return the facts of the model that the command's options give.
+
+    Args:
+        source: ``--model``; None if it was left out.
+        model: the model without weights; None without transformers or ``source``.
+
+    Raises:
+        ModelError: the model cannot be built, and the planner does not know its configuration either.
+    """
     from ds_hetero.decision.facts import NO_MODEL, ModelFacts
 
     facts = ModelFacts(
@@ -100,7 +116,7 @@ def model_facts(
     if model is not None:
         from ds_hetero.frameworks.transformers.model.facts import describe_model
 
-        with contextlib.suppress(ModelError):  # `examine` reports its faults
+        with contextlib.suppress(ModelError):  # `examine` reports the faults of the model
             model_description = describe_model(model)
             names = ("name", "num_heads", "num_kv_heads", "no_spec_reason", "head_dim", "softcap", "causal")
             facts = replace(facts, **{name: getattr(model_description, name) for name in names})
@@ -109,7 +125,7 @@ def model_facts(
     except ModelError:
         if model is None:
             raise
-        return facts  # the planner does not know it, but it can be trained
+        return facts  # the planner does not know the model, but it can be trained
     if spec is None:
         return facts
     facts = replace(facts, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
@@ -117,7 +133,11 @@ def model_facts(
 
 
 def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> JsonDict:
-    """Return the whole report as plain data; ``healthy`` says whether training would start."""
+    """Return the report as plain data; ``healthy`` says whether training would start.
+
+    Args:
+        model: the model without weights; None if it cannot be built here.
+    """
     from ds_hetero.cli.installed.doctor_section import examine_section
 
     packages = list(map(_package, installed_packages()))
@@ -128,18 +148,19 @@ def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.M
 
 
 def _package(package: Package) -> JsonDict:
+    """Return plain data of a package; ``problem`` is None if a tested release is installed."""
     if package.is_tested:
         problem = None
     elif package.release is None:
         problem = "not installed"
     else:
         problem = f"needs {package.tested}"
-    optional = package.name in OPTIONAL
+    optional = package.name in OPTIONAL_PACKAGES
     return {"name": package.name, "version": package.release, "optional": optional, "problem": problem}
 
 
 def _kernels_by_device() -> list[JsonDict]:
-    """Kernels of every device by dtype: None for those that work, a reason for those that do not."""
+    """Return the attention kernels of every device by dtype: None for one that works, else the reason."""
     import torch
 
     from ds_hetero.runtime.attention.kernels import available
@@ -157,38 +178,45 @@ def _kernels_by_device() -> list[JsonDict]:
 
 
 def _show_packages(report: JsonObject) -> None:
+    """Print the table of packages."""
     packages = ((row["name"], row["version"] or "-", row["problem"] or "works") for row in report["packages"])
     print_table(("package", "version", "verdict"), packages, "Packages")
 
 
 def _show(report: JsonObject) -> None:
+    """Print the report for people: packages, kernels, section, and whether training would start."""
     _show_packages(report)
     print_table(
-        ("device", "dtype", "kernel", "verdict"), _kernel_rows(report), f"Attention kernels, head size {HEAD_DIM}"
+        ("device", "kernel", "dtypes", "verdict"), _kernel_rows(report), f"Attention kernels, head size {HEAD_DIM}"
     )
     section = report["section"]
     if section is not None:
         verdict = "it is sound" if section["enabled"] else "absent or disabled: stock DeepSpeed runs"
-        print(f'"{SECTION}": {section["problem"] or verdict}')
+        print_lines(f'"{SECTION}": {section["problem"] or verdict}')
+        for line in section["deprecated"]:
+            print_lines(line)
         if section["decided"] is not None:
-            print(section["decided"])
+            print_lines(section["decided"])
         for data in section["schedules"] if section["predicted"] is None else ():
             schedule = Schedule.from_dict(data)
             columns = ("rank", "group", "tokens", "query heads")
-            print_table(columns, _ranks(schedule), f"Schedule, {schedule.layout}")
-    print("healthy" if report["healthy"] else "not healthy: see above")
+            print_table(columns, _rank_rows(schedule), f"Schedule, {schedule.layout}")
+    print(coloured("healthy", "good") if report["healthy"] else coloured("not healthy: see above", "bad"))
 
 
 def _kernel_rows(report: JsonObject) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each device, attention kernel and verdict, with the dtypes to which it applies."""
     for device in report["devices"]:
-        name = f"{device['device']} ({device['name']})"
+        dtypes_of_verdict: dict[tuple[str, str], list[str]] = {}
         for dtype, reasons in device["kernels"].items():
             for kernel, reason in reasons.items():
-                yield name, dtype, kernel, reason or "works"
+                dtypes_of_verdict.setdefault((kernel, reason or "works"), []).append(dtype)
+        for (kernel, verdict), dtypes in sorted(dtypes_of_verdict.items()):
+            yield f"{device['device']} ({device['name']})", kernel, ", ".join(dtypes), verdict
 
 
-def _ranks(schedule: Schedule) -> Iterator[tuple[str, ...]]:
-    """Rows of the ranks: position of the group in the ring, share of the tokens, heads."""
+def _rank_rows(schedule: Schedule) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each rank: position of its group in the ring, share of the tokens, and heads."""
     total_weight = sum(group.weight for group in schedule.groups)
     for rank in schedule.ranks:
         position = schedule.ring_position(rank)

@@ -1,4 +1,4 @@
-"""Checks of the section of a ds_config.json, without a job: a part of ``ds-hetero doctor``."""
+"""Check the section of a ds_config.json for ``ds-hetero doctor``, as the start of a job checks it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,7 @@ from ds_hetero.cli.planning.saves import saves_line, shared_memory
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, expect_whole_number, read_file, shortened
 from ds_hetero.decision.batches import as_whole, plan_of_batches
-from ds_hetero.decision.decide import (
-    COST_MODEL,
-    clusters_of_replicas,
-    decide,
-    given_plan,
-    is_of_pipelines,
-    needs_planner,
-    replica_size,
-    sp_size_of,
-    wants_search,
-)
+from ds_hetero.decision.decide import decide, wants_search
 from ds_hetero.decision.decide_pipelines import (
     PipelineFacts,
     check_pipeline_section,
@@ -36,12 +26,21 @@ from ds_hetero.decision.decide_pipelines import (
     search_pipelines,
 )
 from ds_hetero.decision.facts import NO_MODEL, JobFacts, ModelFacts
+from ds_hetero.decision.forecast import COST_MODEL
+from ds_hetero.decision.resolve import (
+    clusters_of_replicas,
+    given_plan,
+    is_of_pipelines,
+    needs_planner,
+    replica_size,
+    sp_size_of,
+)
 from ds_hetero.decision.start_text import forecast_text, judged_text, pipelines_text, searched_text
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError, PlanError
 from ds_hetero.frameworks.deepspeed.batch_sizes import expect_batch_of_replicas
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
-from ds_hetero.job.native_types import device_without_bf16, expect_native_bf16
+from ds_hetero.job.bf16_support import device_without_bf16, expect_native_bf16
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.planner.pipelines.given import judge_given
 from ds_hetero.planner.pipelines.native_types import expect_trainable
@@ -49,20 +48,23 @@ from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
 from ds_hetero.values.baselines import FROM_DEVICES
+from ds_hetero.values.deprecated_keys import deprecation_lines
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 
 def examine_section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> JsonDict:
-    """Check a configuration's section as the start of a job does.
+    """Check the section of a DeepSpeed configuration as the start of a job does.
 
     Args:
-        model: without weights; None if none was given, or transformers cannot build it.
+        model: the model without weights; None if none was given, or transformers cannot build it.
 
     Returns:
-        The schedules or pipelines that the section leads to, with their prediction; or its fault as ``"problem"``.
+        Plain data: the schedules or pipelines that the section leads to, and their prediction. A fault of the section
+        is under ``"problem"``, which is None without a fault.
     """
     report: JsonDict = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
+    report["deprecated"] = []
     try:
         expect_whole_number("--world-size", world_size, 1, MAX_RANKS, ConfigError)
         ds_config = read_file(config, "DeepSpeed configuration", ConfigError)
@@ -71,11 +73,12 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         section, training = section_of(ds_config), read_training_facts(ds_config)
         if section is None:
             return {**report, "enabled": False}
+        report["deprecated"] = deprecation_lines(section)
         expect_supported_keys(ds_config)
         if section.report is not None:
             expect_writable(section.report)
         sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
-        has_batches = section.batch is not None  # every rank then runs the whole model
+        has_batches = section.sets_batch_by_rank  # every rank then runs the whole model
         job_model = as_whole(model_facts) if has_batches else model_facts
         facts = JobFacts(section=section, model=job_model, training=training, sp_sizes=sp_sizes)
         if section.batch:
@@ -96,20 +99,23 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
 
 
 def _expect_native_bf16(facts: JobFacts, *, in_pipelines: bool) -> None:
-    """Refuse bfloat16 if this machine's GPU has no hardware for it. Raises `ConfigError`, as the start of the job.
+    """Refuse bfloat16 if this machine's GPU has no hardware for it.
 
-    A machine without a GPU is taken for one on which a job for other machines is prepared.
+    On a machine without a GPU nothing is refused: jobs for other machines are prepared there.
+
+    Raises:
+        ConfigError: as at the start of the job.
     """
     is_known = facts.model.no_spec_reason != NO_MODEL or facts.training.mixed_precision is not None
     if is_known and torch.cuda.is_available():
-        lacking = device_without_bf16(facts, default_device())
-        expect_native_bf16(facts, [lacking], in_pipelines=in_pipelines)
+        device_lacking_bf16 = device_without_bf16(facts, default_device())
+        expect_native_bf16(facts, [device_lacking_bf16], in_pipelines=in_pipelines)
 
 
 def _decision(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> JsonDict:
-    """Return the schedules, and the prediction if devices and model are known; or why they are decided later."""
+    """Return the schedules, with a prediction if devices and model are known; or why only the job can decide them."""
     section = facts.section
     _check_before_deciding(facts, plan, ds_config, world_size, model)
     if later := _decided_at_start(facts, world_size):
@@ -118,7 +124,7 @@ def _decision(
         # The shares follow from memory that only a job measures; the schedules do not depend on them.
         facts = replace(facts, section=section.model_copy(update={"zero_partition": "uniform"}))
     decision = decide(facts, world_size, measured=None, on_host=False, plan=plan)
-    if decision.plan.batch_split is not None and section.batch is None:
+    if decision.plan.batch_split is not None and not section.sets_batch_by_rank:
         expect_batch_of_replicas(ds_config, decision.plan.batch_split, world_size, facts.training.sp_size)
     if decision.zero_weights is not None:
         _expect_partition(section, ds_config, decision.zero_weights, model)
@@ -138,7 +144,7 @@ def _decision(
 def _check_before_deciding(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> None:
-    """Run the checks of a job's start that need neither measurement nor search. Raises `HeteroError`, as there."""
+    """Make the checks of a job's start that need neither measurement nor search. Raises `HeteroError`: a fault."""
     section = facts.section
     if facts.model.no_spec_reason == NO_MODEL:
         expect_kernel(facts)
@@ -159,7 +165,7 @@ def _check_before_deciding(
 def _expect_partition(
     section: HeterogeneitySection, ds_config: JsonObject, weights: Sequence[float], model: nn.Module | None
 ) -> None:
-    """Refuse ZeRO partitions that the installed DeepSpeed rules out. Raises `ConfigError`, as the job's start."""
+    """Raise `ConfigError` if the installed DeepSpeed cannot make the ZeRO partition of the section."""
     differs_from_stock = section.zero_within is not None or not is_even(weights)
     if differs_from_stock and find_spec("deepspeed") is not None:
         from ds_hetero.frameworks.deepspeed.zero.optimizers import expect_possible
@@ -168,7 +174,7 @@ def _expect_partition(
 
 
 def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
-    """Say why the schedule is only decided when the job starts; None if it can be decided now."""
+    """Return why the schedule is only decided when the job starts; None if it can be decided now."""
     section, model = facts.section, facts.model
     if (sp_size_of(facts.sp_sizes) or world_size) == 1:
         return None
@@ -190,38 +196,48 @@ def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
 def _pipelines(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> JsonDict:
-    """Return the plan and its prediction, or why they are decided later. Raises `HeteroError`, as the job's start.
+    """Return the plan of pipelines and its prediction, or why they are only decided when the job starts.
 
     Args:
-        plan: from the section; None if the planner is to search for one.
-        model: without weights; None if none was given, or transformers cannot build it.
+        plan: plan that the section gives; None if the planner is to search for one.
+        model: the model without weights; None if none was given, or transformers cannot build it.
+
+    Raises:
+        HeteroError: a fault that the start of the job would raise.
     """
     section = facts.section
     check_pipeline_section(section)
     if plan is not None:
         expect_supported_keys(ds_config, pipelines=True)
         global_batch_of(facts.training, plan)
-    no_inners = _check_model(model, plan)
+    impossible_stage_kinds = _check_model(model, plan)
     if plan is None:
-        return _searched(PipelineFacts(job=facts, no_inners=no_inners), world_size)
+        return _search(PipelineFacts(job=facts, impossible_stage_kinds=impossible_stage_kinds), world_size)
     lines = [pipelines_text(plan), _prediction(facts, plan, world_size), *idle_keys(section, plan)]
     return {"plan": plan.to_dict(), "decided": "\n".join(lines)}
 
 
 def _check_model(model: nn.Module | None, plan: Plan | None) -> dict[str, str]:
-    """Refuse a model that cannot be divided into stages; return `PipelineFacts.no_inners` of the model."""
+    """Check that a model can be divided into stages; return why it cannot run some kinds of stages, by kind.
+
+    This is `PipelineFacts.impossible_stage_kinds`. Without a model nothing is checked, and the result is empty.
+
+    Raises:
+        HeteroError: the model cannot be divided into stages.
+    """
     if model is None:
         return {}
-    from ds_hetero.frameworks.transformers.stages import check_cuttable, check_stages, impossible_inners
+    from ds_hetero.frameworks.transformers.stages import check_cuttable, check_stages, impossible_stage_kinds
 
     if plan is None:
         check_cuttable(model)
     else:
         check_stages(model, plan)
-    return impossible_inners(model)
+    return impossible_stage_kinds(model)
 
 
-def _searched(facts: PipelineFacts, world_size: int) -> JsonDict:
+def _search(facts: PipelineFacts, world_size: int) -> JsonDict:
+    """Search for pipelines as the start of the job would; or return why only the job can search."""
     job = facts.job
     seq_len = job.section.seq_len or job.model.max_seq_len
     missing = [text for text, value in (("--model", job.model.spec), ("--seq-len", seq_len)) if value is None]
@@ -240,7 +256,7 @@ def _searched(facts: PipelineFacts, world_size: int) -> JsonDict:
 
 
 def _prediction(facts: JobFacts, plan: Plan, world_size: int) -> str:
-    """Describe the prediction of a plan, or the inputs that it lacks."""
+    """Return a text on the predicted step of a plan, or on the inputs without which it cannot be predicted."""
     section, model = facts.section, facts.model
     seq_len = section.seq_len or plan.seq_len or model.max_seq_len
     inputs = {'a cluster file as "cluster"': section.cluster != "measure", "--model": model.spec, "--seq-len": seq_len}

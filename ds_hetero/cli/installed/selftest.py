@@ -1,10 +1,10 @@
-"""``ds-hetero selftest``: does everything that training needs work on these ranks?
+"""``ds-hetero selftest``: tests kernels, links, collectives and a training step on the live ranks.
 
 torchrun --nproc-per-node 8 -m ds_hetero.cli selftest
 deepspeed --num_gpus 8 --module ds_hetero.cli selftest
 accelerate launch --num_processes 8 -m ds_hetero.cli selftest
 
-Imports no torch before its arguments are known to be sound.
+Options are checked before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 import click
 
 from ds_hetero.cli.options import FILE
-from ds_hetero.cli.printing import check_out
+from ds_hetero.cli.printing import check_out, print_lines
 from ds_hetero.common.extras import require
 from ds_hetero.errors import ConfigError
 
-_LAUNCH = (
+_LAUNCH_HINT = (
     "This is one process alone. To test the ranks that will train, with their links, start it as they are started:\n"
     "  torchrun --nproc-per-node N -m ds_hetero.cli selftest\n"
     "  deepspeed --module ds_hetero.cli selftest\n"
@@ -47,7 +47,7 @@ def selftest(
     from ds_hetero.selftest.run import Options, run
 
     if "RANK" not in os.environ:
-        print(_LAUNCH)
+        print_lines(_LAUNCH_HINT)
     options = Options(
         quick=quick, measure=measure, limit_s=timeout_s, out=out, as_json=as_json, with_host_names=host_names
     )

@@ -1,4 +1,4 @@
-"""``ds-hetero weights``: a folder of transformers out of a checkpoint of pipelines."""
+"""``ds-hetero weights``: makes a Hugging Face model folder of a checkpoint of pipelines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE
-from ds_hetero.cli.printing import print_json
+from ds_hetero.cli.printing import print_json, print_lines
 from ds_hetero.common.extras import require
 from ds_hetero.common.reading import shortened
 from ds_hetero.common.units import GIB
@@ -43,8 +43,9 @@ def weights(checkpoint: Path, out: Path, tag: str | None, dtype: str | None, as_
     if as_json:
         print_json({"out": str(out), **asdict(written)})
         return
-    count = len(written.files)
-    print(
-        f"{written.tensors} tensors, {written.size_bytes / GIB:.2f} GiB in {count} file{'s' if count > 1 else ''}, "
+    num_files = len(written.files)
+    files_text = f"{num_files} file{'s' if num_files > 1 else ''}"
+    print_lines(
+        f"{written.tensors} tensors, {written.size_bytes / GIB:.2f} GiB in {files_text}, "
         f"as they were after step {written.step}: {out}"
     )

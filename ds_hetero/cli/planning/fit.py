@@ -1,4 +1,4 @@
-"""``ds-hetero fit``: whether a training fits into memory, up to which length, and which changes would make it fit."""
+"""``ds-hetero fit``: says whether a training fits into memory, up to which length, and which changes make it fit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 import click
 
 from ds_hetero.cli.options import AS_JSON, TRAINED_TOKENS
+from ds_hetero.cli.planning.job_headline import headline
 from ds_hetero.cli.planning.saves import saves_line, shared_memory
-from ds_hetero.cli.printing import print_json, print_table, rank_ranges
+from ds_hetero.cli.planning.scenario_jobs import best_beside
+from ds_hetero.cli.printing import print_json, print_lines, print_table, rank_ranges
 from ds_hetero.cli.scenario import Scenario, read_schedule, scenario_options
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict
+from ds_hetero.common.terminal import coloured, fitted_text, terminal_width
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.cost.workload import Buffers
@@ -41,14 +44,14 @@ MAX_COLUMNS = 6  # kinds of ranks that the table of memory shows; chosen, never 
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """Result for one cluster: today's, or that of a ``--what-if``."""
+    """Whether and how a training fits on one cluster: today's cluster, or that of a ``--what-if``."""
 
-    name: str  # ``today``, or the text of the ``--what-if``
+    name: str  # "today", or the text of the --what-if
     cluster: Cluster
-    longest: int  # tokens of the longest sequence that fits
-    changed: Fitted | None  # schedule and prediction after the remedy; None if no schedule comes near to fitting
-    remedy: tuple[Change, ...] = ()  # changes that make it fit; empty if it fits without, or nothing helps
-    why_not: str | None = None  # reason in a sentence, if it does not fit
+    longest: int  # tokens of the longest sequence that fits; 0 if none does
+    changed: Fitted | None  # schedule and prediction after the remedy; None if the cluster has no schedule at all
+    remedy: tuple[Change, ...] = ()  # changes that make it fit; empty if it fits without changes, or nothing helps
+    why_not: str | None = None  # reason as a sentence; None if it fits
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -86,7 +89,9 @@ class _Outlook:
 @click.option("--reduce-bucket-size", type=click.IntRange(min=0), default=500_000_000, help=_BUCKET_HELP)
 @TRAINED_TOKENS
 @AS_JSON
+@click.pass_context
 def fit(
+    context: click.Context,
     scenario: Scenario,
     schedule: str,
     what_if: Sequence[str],
@@ -98,9 +103,10 @@ def fit(
     """Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, 1 if not."""
     scenario = scenario.with_workload(buffers=Buffers(reduce_bucket=reduce_bucket_size))
     source = schedule if schedule in STRATEGIES else read_schedule(schedule, scenario.cost)
-    # Read first, so that a wrong option is refused before the searches.
+    # Read before the searches, so that a wrong option is refused at once.
     changed_clusters = [read_what_if(text, scenario.cluster) for text in what_if]
-    with _progress(["this cluster", "its longest sequence", "what would make it fit", *what_if]) as begin_next:
+    steps = ["this cluster", "its longest sequence", "what would make it fit", *what_if, "the best job"]
+    with _progress(steps) as begin_next:
         begin_next()
         fitted = best_schedule(scenario.cost, source)
         begin_next()
@@ -112,24 +118,29 @@ def fit(
         for text, cluster in zip(what_if, changed_clusters, strict=True):
             begin_next()
             outlooks.append(_what_if_outlook(text, replace(scenario, clusters=(cluster,)), source, remedy))
+        begin_next()
+        job = best_beside(scenario, context) if source == "plan" else None
     breakdowns = stacks(fitted.cost, fitted.schedule)
     price = price_of_prediction(fitted.cost, fitted.prediction)
     saves = None if copies is None else shared_memory(fitted.cost, copies)
     if as_json:
         further = {"price": price.to_dict(trained), "assumed": assumptions(scenario), "saves": saves}
-        print_json({**_report(fitted, breakdowns, longest, advice, outlooks), **further})
+        job_data = {"job": job and job.to_dict()}
+        print_json({**_report(fitted, breakdowns, longest, advice, outlooks), **further, **job_data})
     else:
         _print_breakdowns(fitted, breakdowns)
         _print_verdict(scenario, fitted, longest, price.lines(trained) if fitted.fits else [])
         if saves is not None:
-            print(saves_line(fitted.cost, saves))
+            print_lines(saves_line(fitted.cost, saves))
         _print_outlooks(outlooks, advice)
+        if job is not None:
+            print("\n".join(headline(job, fitted.iteration_s if fitted.fits else None)))
     if not fitted.fits:
         raise click.exceptions.Exit(1)
 
 
 def _first_that_fits(advice: Sequence[Advice]) -> Advice | None:
-    """The cheapest advice that makes it fit, as advice comes cheapest first; None if none does."""
+    """Return the cheapest advice that makes it fit, None if none does; ``advice`` is sorted, cheapest first."""
     return next((change for change in advice if change.fits), None)
 
 
@@ -147,7 +158,7 @@ def _progress(steps: Sequence[str]) -> Iterator[Callable[[], None]]:
 
 
 def _what_if_outlook(name: str, scenario: Scenario, source: str | Schedule, remedy: Advice | None) -> _Outlook:
-    """Outlook of a changed cluster, which may have no schedule at all."""
+    """Return the outlook of the cluster of a ``--what-if``, which may have no schedule at all."""
     try:
         fitted = best_schedule(scenario.cost, source)
     except PlanError as error:
@@ -158,13 +169,14 @@ def _what_if_outlook(name: str, scenario: Scenario, source: str | Schedule, reme
 def _outlook(
     name: str, fitted: Fitted, source: str | Schedule, remedy: Advice | None, longest: int | None = None
 ) -> _Outlook:
-    """Outlook of a cluster, after a remedy if the schedule does not fit without one.
+    """Return the outlook of a cluster: without a remedy if the schedule fits, else with one.
 
-    The remedy is that of today's cluster, so that clusters are compared under the same changes; if today's fits without
-    one, it is the cheapest for this cluster.
+    Clusters are compared under the same changes, so the remedy of today's cluster is applied. If today's cluster needs
+    none, the cheapest remedy for this cluster is.
 
     Args:
-        longest: longest sequence that fits without a remedy, if it is known already.
+        remedy: cheapest advice that makes it fit on today's cluster; None if there is none.
+        longest: longest sequence that fits without a remedy; None if it has to be searched for.
     """
     cluster = fitted.cost.cluster
     if fitted.fits:
@@ -187,6 +199,7 @@ def _outlook(
 def _report(
     fitted: Fitted, breakdowns: Sequence[Stack], longest: int, advice: Sequence[Advice], outlooks: Sequence[_Outlook]
 ) -> JsonDict:
+    """Return plain data for ``--json``."""
     return {
         "fits": fitted.fits,
         "ranks": [breakdown.to_dict() for breakdown in breakdowns],
@@ -202,9 +215,11 @@ def _report(
 def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, price: Sequence[str]) -> None:
     """Print whether the schedule fits, how fast it is and what it costs."""
     prediction, work = fitted.prediction, scenario.workload
-    verdict = "fits" if fitted.fits else f"does not fit: {prediction.reason}"
+    verdict, colour = ("fits", "good") if fitted.fits else ("does not fit", "bad")
+    reason = "" if fitted.fits else f": {prediction.reason}"
     lines = [
-        f"{scenario.model.name}, {work.seq_len} tokens x {work.micro_batch}, ZeRO stage {work.zero_stage}: {verdict}",
+        f"{scenario.model.name}, {work.seq_len:,} tokens x {work.micro_batch}, ZeRO stage {work.zero_stage}: {verdict}"
+        f"{reason}",
         f"schedule:   {describe(fitted.schedule, scenario.cluster)}",
         f"predicted:  {time_text(prediction.iteration_s)} per iteration, {prediction.tokens_per_s:,.0f} tokens/s"
         f"{'' if fitted.fits else ', if it fitted'}",
@@ -213,11 +228,12 @@ def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, price: Sequ
         *price,
         assumed_line(scenario),
     ]
-    print("\n".join(lines))
+    text = fitted_text("\n".join(lines), terminal_width())
+    print(text.replace(verdict, coloured(verdict, colour), 1))
 
 
 def _host_lines(fitted: Fitted) -> list[str]:
-    """A line with the offloaded bytes on the machine that has most of them; none without offloads."""
+    """Return a line with the offloaded bytes on the machine that has most of them; no line without offloads."""
     host_bytes = fitted.prediction.host_bytes
     nodes = fitted.cost.cluster.nodes
     fullest = max(range(len(nodes)), key=lambda node: host_bytes[node])
@@ -229,37 +245,37 @@ def _host_lines(fitted: Fitted) -> list[str]:
 
 
 def _print_outlooks(outlooks: Sequence[_Outlook], advice: Sequence[Advice]) -> None:
-    """Print the results for other clusters, and the changes that would make today's fit."""
+    """Print whether it fits on other clusters, and the changes that would make it fit on today's."""
     if len(outlooks) > 1:
         outlook_columns = ("what if", "fits", "longest", "per iteration", "tokens/s")
         print_table(outlook_columns, map(_outlook_row, outlooks), "The same on other clusters")
-        print("\n".join(f"{outlook.name} does not fit: {outlook.why_not}" for outlook in outlooks if outlook.why_not))
+        print_lines(*(f"{outlook.name} does not fit: {outlook.why_not}" for outlook in outlooks if outlook.why_not))
     if advice:
         advice_columns = ("change", "fits", "per iteration", "remark")
         print_table(advice_columns, map(_advice_row, advice), "What would make it fit, cheapest first")
         best = _first_that_fits(advice)
         if best is None:
-            print("nothing that this engine can do is enough; use shorter sequences, more cards or larger ones")
+            print_lines("nothing that this engine can do is enough; use shorter sequences, more cards or larger ones")
         else:
-            print("\n".join(f"to do:      {change.how}" for change in best.changes))
+            print_lines(*(f"to do:      {change.how}" for change in best.changes))
 
 
 def _print_breakdowns(fitted: Fitted, breakdowns: Sequence[Stack]) -> None:
-    """Print the memory of the ranks: a column for equal ranks, a row for each part."""
+    """Print a table of memory, with a column for each set of equal ranks and a row for each part of the memory."""
     tokens = fitted.schedule.tokens(fitted.cost.workload.seq_len)
     ranks_of_column: dict[tuple[str, ...], list[int]] = {}
     for breakdown in breakdowns:
-        column = (breakdown.device, str(tokens[breakdown.rank]), *_cells(breakdown))
+        column = (breakdown.device, f"{tokens[breakdown.rank]:,}", *_cells(breakdown))
         ranks_of_column.setdefault(column, []).append(breakdown.rank)
     columns = list(ranks_of_column)[:MAX_COLUMNS]
     headings = [rank_ranges(ranks_of_column[column]) for column in columns]
     labels = ("device", "tokens", *(part.replace("_", " ") for part in PARTS), "total", "card", "free")
     rows: list[Sequence[str] | None] = list(zip(labels, *columns, strict=True))
     rows.insert(len(rows) - 3, None)  # a line above the totals
-    rows.insert(2, None)  # and one below device and tokens
+    rows.insert(2, None)  # a line below device and tokens
     num_more = len(ranks_of_column) - MAX_COLUMNS
     print_table(
-        ("", *headings),
+        ("ranks", *headings),
         rows,
         "Memory of a rank at its peak, GiB",
         caption=f"{num_more} more kinds of ranks: see --json" if num_more > 0 else None,
@@ -268,20 +284,23 @@ def _print_breakdowns(fitted: Fitted, breakdowns: Sequence[Stack]) -> None:
 
 
 def _cells(breakdown: Stack) -> tuple[str, ...]:
+    """Return the cells of a column: every part of a rank's memory, their total, the card's memory, and what is free."""
     parts = (bytes_text(getattr(breakdown, part)) for part in PARTS)
     return (*parts, bytes_text(breakdown.total), bytes_text(breakdown.card), bytes_text(breakdown.free))
 
 
 def _advice_row(advice: Advice) -> tuple[str, ...]:
+    """Return the cells of a change: name, whether the training fits with it, time of a step, and missing memory."""
     if advice.after is None:
         return advice.name, "no", "-", str(advice.why_not)
-    lacks = "" if advice.fits else f"{bytes_text(advice.missing_bytes)} GiB too much"
+    remark = "" if advice.fits else f"{bytes_text(advice.missing_bytes)} GiB too much"
     if not advice.fits and advice.missing_bytes <= 0:  # it fits into the cards, but not into a host's memory
-        lacks = str(advice.after.prediction.reason)
-    return advice.name, "yes" if advice.fits else "no", time_text(advice.after.iteration_s), lacks
+        remark = str(advice.after.prediction.reason)
+    return advice.name, "yes" if advice.fits else "no", time_text(advice.after.iteration_s), remark
 
 
 def _outlook_row(outlook: _Outlook) -> tuple[str, ...]:
+    """Return the cells of a cluster: whether it fits and with which changes, longest sequence, time and speed."""
     if outlook.why_not is not None or outlook.changed is None:
         return outlook.name, "no", "-", "-", "-"
     fits = "yes" if not outlook.remedy else f"with {' and '.join(change.name for change in outlook.remedy)}"

@@ -1,4 +1,4 @@
-"""``ds-hetero plan --objective pareto``: the Pareto front of time, money and energy, as table and picture."""
+"""``ds-hetero plan --objective pareto``: shows the Pareto front of time, money and energy as table and picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ds_hetero.cli.printing import PICTURES, check_out, print_json, print_table, print_written
+from ds_hetero.cli.printing import PICTURES, check_out, print_json, print_lines, print_table, print_written
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import time_text
@@ -19,7 +19,15 @@ from ds_hetero.values.plans.plan import SCENARIO
 
 
 def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_json: bool) -> None:
-    """Search for the front, print it, and draw it if ``out`` is given. Raises `PlanError`: see `pareto_front`."""
+    """Search for the front, print it, and draw it if ``out`` is given.
+
+    Args:
+        global_batch: sequences per optimizer step.
+        out: picture to write, .svg or .png.
+
+    Raises:
+        PlanError: ``out`` cannot be written, or `pareto_front` finds no plan.
+    """
     check_out(out, endings=PICTURES)
     expect_trainable(scenario.cluster.devices, scenario.workload)
     costs = None if scenario.cost_model == "calibrated" else scenario.stage_costs()
@@ -32,11 +40,12 @@ def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_js
         return
     columns = ("step", "tokens/s", "price", "kWh", "devices", "plan")
     print_table(columns, [_row(scenario, choice) for choice in front])
-    print("No plan found is better than these in all; price and kWh: a million tokens, of the devices with work")
+    print_lines("No plan found is better than these in all; price and kWh: a million tokens, of the devices with work")
     print_written(out)
 
 
 def _to_dict(choice: Choice) -> JsonDict:
+    """Return plain data of a plan on the front for ``--json``."""
     return {
         "step_s": choice.planned.step_s,
         "per_million_tokens": choice.money,
@@ -46,6 +55,7 @@ def _to_dict(choice: Choice) -> JsonDict:
 
 
 def _row(scenario: Scenario, choice: Choice) -> tuple[str, ...]:
+    """Return the cells of a plan on the front."""
     planned = choice.planned
     busy_devices = Counter(scenario.cluster.devices[rank].name for rank in planned.busy)
     return (
@@ -59,11 +69,12 @@ def _row(scenario: Scenario, choice: Choice) -> tuple[str, ...]:
 
 
 def _number_text(value: float | None) -> str:
+    """Return a number with three digits; "-" if it is unknown."""
     return "-" if value is None else f"{value:,.3g}"
 
 
 def _draw(front: Sequence[Choice], out: Path) -> None:
-    """Draw time against money and against energy; without prices, or watts, that axis is left out."""
+    """Draw price over time, and energy over time; without prices, or without watts, that diagram is left out."""
     from matplotlib.figure import Figure
 
     values_by_name = {"price": [choice.money for choice in front], "kWh": [choice.kwh for choice in front]}

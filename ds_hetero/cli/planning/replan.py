@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE
-from ds_hetero.cli.printing import check_out, print_json, print_written, write_out
+from ds_hetero.cli.printing import check_out, print_json, print_lines, print_written, write_out
 from ds_hetero.cli.scenario import CLUSTER_FILE, Scenario, read_plan_file, scenario_options
 from ds_hetero.cluster import Cluster
 from ds_hetero.cluster.files import load_cluster
@@ -42,11 +42,13 @@ def replan(
     lost = _lost_ranks(cluster, **of_lost)
     if not lost and added is None:
         raise PlanError("say what has changed: --lost RANK, --lost-node NAME or --added CLUSTER_FILE.")
-    # The old plan's setting of recomputation first. Published cost models know one setting only.
+    # The calibrated cost model is asked with and without recomputation, first as the old plan has it. Published ones
+    # know only one of the two.
     recomputes = True if old.activation_checkpointing is None else old.activation_checkpointing
     settings = (recomputes, not recomputes) if scenario.cost_model == "calibrated" else (recomputes,)
 
     def costs_on(remaining: Cluster) -> list[StageCosts]:
+        """Return the cost models on the remaining cluster, one for each setting of recomputation."""
         return [scenario.with_workload(activation_checkpointing=setting).stage_costs(remaining) for setting in settings]
 
     added_cluster = None if added is None else load_cluster(added)
@@ -58,23 +60,33 @@ def replan(
         return
     before = (old.predicted or {}).get("step_s")
     was = f" (before: {time_text(before)})" if before else ""
-    print(f"{shape_text(replanned.finished.candidate)}, {time_text(replanned.finished.step_s)} per step{was}")
-    print(f"first plan after {time_text(replanned.first_after_s)}: {time_text(replanned.first_s)} per step")
+    print_lines(f"{shape_text(replanned.finished.candidate)}, {time_text(replanned.finished.step_s)} per step{was}")
+    print_lines(f"first plan after {time_text(replanned.first_after_s)}: {time_text(replanned.first_s)} per step")
     moves = [f"{bytes_text(moved)} GiB over {link!r}" for link, moved in sorted(replanned.moved_bytes.items())]
-    print(f"state to move: {', '.join(moves) or 'none'}")
+    print_lines(f"state to move: {', '.join(moves) or 'none'}")
     print_written(out)
 
 
 def _lost_ranks(cluster: Cluster, lost: Sequence[int], more_lost: Sequence[int], lost_node: Sequence[str]) -> list[int]:
-    """Return the lost ranks of these options. Raises `PlanError`: numbers without ``--lost``, or an unknown node."""
+    """Return the lost ranks of these options, ascending.
+
+    Args:
+        lost: ranks that follow a ``--lost`` directly.
+        more_lost: further ranks: 9 in ``--lost 5 9``.
+        lost_node: names of nodes whose ranks are all lost.
+
+    Raises:
+        PlanError: there are ranks without ``--lost``, or a node is unknown.
+    """
     if more_lost and not lost:
         ranks = " ".join(map(str, more_lost))
-        raise PlanError(f"what is {ranks}? To name lost ranks, write --lost {ranks}.")
+        raise PlanError(f"{ranks} stands without an option. To name lost ranks, write --lost {ranks}.")
     names = [node.name for node in cluster.nodes]
     unknown = [name for name in lost_node if name not in names]
     if unknown:
         raise PlanError(
-            f"--lost-node {', '.join(map(shortened, unknown))}: the nodes of the cluster are {', '.join(names)}."
+            f"--lost-node {', '.join(map(shortened, unknown))} is not known: "
+            f"the nodes of the cluster are {', '.join(names)}."
         )
     on_lost_nodes = [rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_node]
     return sorted({*on_lost_nodes, *lost, *more_lost})

@@ -1,4 +1,4 @@
-"""``ds-hetero elastic``: the state of an elastic job on this node."""
+"""``ds-hetero elastic``: prints the state of an elastic job on this node."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 import click
 
 from ds_hetero.cli.options import AS_JSON
-from ds_hetero.cli.printing import print_json
+from ds_hetero.cli.printing import print_json, print_lines
 from ds_hetero.common.units import GIB
-from ds_hetero.elastic.node.keeper_requests import ask
+from ds_hetero.elastic.node.node_server_requests import ask
 from ds_hetero.elastic.node.place import NodePlace, token_of
 from ds_hetero.elastic.node.wire import Message
 from ds_hetero.errors import ConfigError
@@ -27,29 +27,29 @@ def elastic() -> None:
 @click.option("--node", default=socket.gethostname, help="Name of the node; this host's, if left out.")
 @AS_JSON
 def status(job: str, node: str, as_json: bool) -> None:
-    """Ask the keeper of this node: the round, its members, newcomers, saves in memory, and the latest events."""
+    """Ask the server of this node: the round, its members, newcomers, saves in memory, and the latest events."""
     place = NodePlace.of(job, node)
     address = place.address()
     try:
         if address is None:
-            raise OSError(f"there is no {place.folder / 'keeper.json'}")
+            raise OSError(f"there is no {place.folder / 'node_server.json'}")
         status_report = ask(address, token_of(job), {"do": "status"})
     except OSError as error:
         raise ConfigError(
-            f"no keeper of job {job!r} answers on node {node!r}: {error}. Name it with --job and --node."
+            f"no node server of job {job!r} answers on node {node!r}: {error}. Name it with --job and --node."
         ) from error
     if as_json:
-        print_json(status_report)
+        # "keeper" is the key of release 0.2 and earlier; drop it in the release after the next.
+        print_json({**status_report, "keeper": status_report["node_server"]})
         return
-    for line in _lines(status_report):
-        print(line)
+    print_lines(*_lines(status_report))
 
 
 def _lines(report: Message) -> list[str]:
-    """Lines of a status report for people; saves come latest step first."""
+    """Return the lines that show a status report to people; saves of the latest step come first."""
     state = "meeting" if report["is_broken"] else "running"
     if not report["round"]:
-        state = "the meeting is at another node's keeper"
+        state = "the meeting is at another node's server"
     lines = [f"job {report['job']}, node {report['node']}: {report['closed'] or state}, round {report['round']}"]
     if report["members"]:
         lines.append(f"ranks      {', '.join(report['members'])}")
@@ -63,4 +63,5 @@ def _lines(report: Message) -> list[str]:
 
 
 def _event_line(event: Message) -> str:
+    """Return the line of an event: local time, kind, and text."""
     return f"{time.strftime('%H:%M:%S', time.localtime(event['time']))}   {event['kind']}: {event_text(event)}"

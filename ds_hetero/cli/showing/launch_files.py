@@ -1,4 +1,4 @@
-"""``ds-hetero launch-files``: what starts a plan on its hosts."""
+"""``ds-hetero launch-files``: writes the files that start a plan on its hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE
-from ds_hetero.cli.printing import check_out, print_json, write_out
+from ds_hetero.cli.printing import check_out, print_json, print_lines, write_out
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.launching import COMMAND, PORT, JobLaunch, launch_contents
@@ -43,18 +43,26 @@ def launch_files(
     elif out is None:
         print("\n".join(f"--- {name}\n{text}" for name, text in files.items()), end="")
     else:
-        print("\n".join(_how(launch, out)))
+        _print_start(launch, out)
 
 
-def _how(launch: JobLaunch, out: Path) -> list[str]:
-    """Say what to run, and where."""
-    several = len(launch.hosts) > 1
-    every = " on every host, with its number from 0" if several else ""
-    return [
-        f"written to {out}; in the folder of the training, the same on all hosts, run one of",
-        f"  bash {out}/torchrun.sh {'NODE' if several else 0}{every}",
-        f"  bash {out}/deepspeed.sh"
-        + (" on the first host, which reaches the others by ssh and pdsh" if several else ""),
-        f"  bash {out}/accelerate.sh {'NODE' if several else 0}{every}",
+def _print_start(launch: JobLaunch, out: Path) -> None:
+    """Print the commands that start the job, one for each launcher, and the hosts on which to run them.
+
+    Commands stay whole, to be copied; sentences are wrapped to the terminal.
+    """
+    has_several_hosts = len(launch.hosts) > 1
+    node = "NODE" if has_several_hosts else "0"
+    print_lines(f"written to {out}", "In the folder of the training, which is the same on all hosts, run one of these:")
+    commands = [
+        f"  bash {out}/torchrun.sh {node}",
+        f"  bash {out}/deepspeed.sh",
+        f"  bash {out}/accelerate.sh {node}",
         f"  sbatch --export=ALL,LAUNCH_FILES={out.resolve()} {out}/slurm.sh",
     ]
+    print("\n".join(commands))
+    if has_several_hosts:
+        print_lines(
+            "torchrun.sh and accelerate.sh run on every host, each with its own NODE: 0, 1, ...",
+            "deepspeed.sh runs on the first host, which must reach the others by ssh and pdsh.",
+        )

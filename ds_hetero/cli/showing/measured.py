@@ -1,4 +1,4 @@
-"""``ds-hetero measured``: a run, or a self-test, as rows of public measurements."""
+"""``ds-hetero measured``: prints what a run or a self-test measured as rows of ``measurements.csv``."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ FORWARD, BACKWARD = "#8da0cb", "#fc8d62"
 
 
 def draw_pipelines(costs: StageCosts, finished: Finished) -> Figure:
-    """Return the picture of a plan with its prediction."""
+    """Draw a plan of pipelines with its prediction."""
     rows = finished.makeups[:MAX_MAKEUPS]
-    slowest = finished.pipeline_s.index(finished.pipelines_s)
-    stages = len(finished.candidate.cuts[slowest].layers)
-    heights = [0.6 + 0.55 * len(rows), 0.8 + 0.3 * stages]
+    slowest = finished.pipeline_s.index(finished.slowest_pipeline_s)  # index of the pipeline that ends last
+    num_stages = len(finished.candidate.cuts[slowest].layers)
+    heights = [0.6 + 0.55 * len(rows), 0.8 + 0.3 * num_stages]
     figure = Figure(figsize=(13, 1.2 + sum(heights)), layout="constrained")
     axes = figure.subplots(2, 1, height_ratios=heights)
     _draw_pipelines(axes[0], costs, finished, rows)

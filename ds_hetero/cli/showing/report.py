@@ -1,4 +1,4 @@
-"""``ds-hetero report``: a plan, and what a run of it measured, as one HTML page."""
+"""``ds-hetero report``: writes one HTML page of a plan, and of what a job that ran the plan measured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import check_out, print_json, print_written, write_out
 from ds_hetero.models.trained_weights import read_training
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
-from ds_hetero.reporting.plan_page import describe_with_run, plan_page
+from ds_hetero.reporting.plan_page import plan_page, with_scenario_of_run
 from ds_hetero.reporting.run_file import RunFile, read_run
 
 
 def plan_and_run(out_help: str, *, required: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Take a plan, which may be left out unless it is ``required``, a run of it, the file to write and ``--json``."""
+    """Add the arguments ``plan``, ``--run``, ``--out`` and ``--json`` to a command.
+
+    Args:
+        out_help: help text of ``--out``.
+        required: whether the plan must be given.
+    """
     plan = click.argument("plan", type=FILE, required=required)
     run = click.option("--run", type=FILE, help="run.json of a job that ran the plan.")
     out = click.option("--out", type=FILE, required=True, help=out_help)
@@ -31,7 +36,7 @@ def plan_and_run(out_help: str, *, required: bool = True) -> Callable[[Callable[
 def report(plan: Path, out: Path, run: Path | None, train: str | None, as_json: bool, sliders: bool) -> None:
     """Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured that ran it."""
     if run is not None and train is not None:
-        raise click.UsageError("--run is of the weights that the job trained. Leave --train out.")
+        raise click.UsageError("--run already says which weights the job trained. Leave --train out.")
     described, measured = read_both(plan, run, out, ".html")
     if train is not None:
         work = replace(described.scenario.workload, **read_training(train)._asdict(), trains_embedding=False)
@@ -45,7 +50,11 @@ def report(plan: Path, out: Path, run: Path | None, train: str | None, as_json: 
 
 
 def read_both(plan: Path, run_file: Path | None, out: Path, ending: str) -> tuple[DescribedPlan, RunFile | None]:
-    """Read a plan and a run of it, if ``out`` can be written and has this ``ending``. Raises `PlanError`."""
+    """Read a plan, and a run of it if there is one.
+
+    Raises:
+        PlanError: ``out`` cannot be written or has another ``ending``, or a file cannot be read.
+    """
     check_out(out, endings=(ending,))
     measured = None if run_file is None else read_run(run_file)
-    return describe_with_run(read_described_plan(plan), measured), measured
+    return with_scenario_of_run(read_described_plan(plan), measured), measured

@@ -1,7 +1,6 @@
-"""Picture of a schedule.
+"""Picture of a schedule: bars of tokens, heads and memory for every rank, and a timeline of one block.
 
-Ranks are columns, coloured by group, with their tokens, their heads, and their memory against its capacity. A timeline
-of one block below them shows the computing and the transfers of one rank of every kind.
+Bars have the colour of the rank's group. Equal ranks do the same in the timeline, so it shows one of them.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from ds_hetero.planner.results.sentences import describe
 from ds_hetero.reporting.timelines import block_spans
 from ds_hetero.values.schedule import Schedule
 
-MAX_TIMELINE_RANKS = 16  # ranks of the timeline: the first ones, if there are more kinds of work; never measured
+MAX_TIMELINE_RANKS = 16  # ranks in the timeline; if more ranks differ, the first ones; chosen, never measured
 MAX_LABELLED_RANKS = 24  # with more, numbers on the bars would overlap
-KINDS = {"non_attention": "#8da0cb", "attention": "#66c2a5", "all_to_all": "#e78ac3", "ring": "#fc8d62"}
+KIND_COLOURS = {"non_attention": "#8da0cb", "attention": "#66c2a5", "all_to_all": "#e78ac3", "ring": "#fc8d62"}
 GREY = "#666666"
 
 
 def draw_schedule(scenario: Scenario, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
-    """Return the picture of a schedule."""
+    """Draw a schedule with its prediction."""
     spans = block_spans(cost, schedule)
     ranks = _drawn_ranks(scenario, schedule) if spans else []
     heights = [1.6, 1.6, 1.6] + ([0.9 + 0.4 * len(ranks)] if ranks else [])
@@ -60,6 +59,7 @@ def draw_schedule(scenario: Scenario, cost: CostModel, schedule: Schedule, predi
 
 
 def _draw_tokens(axes: Axes, scenario: Scenario, schedule: Schedule, colour_of: dict[int, Any]) -> None:
+    """Draw a bar with the tokens of every rank."""
     tokens = schedule.tokens(scenario.workload.seq_len)
     bars = axes.bar(list(tokens), list(tokens.values()), color=[colour_of[rank] for rank in tokens])
     if schedule.sp_size <= MAX_LABELLED_RANKS:
@@ -86,17 +86,18 @@ def _draw_heads(axes: Axes, schedule: Schedule, colour_of: dict[int, Any]) -> No
 def _draw_memory(
     axes: Axes, cost: CostModel, schedule: Schedule, prediction: Prediction, colour_of: dict[int, Any]
 ) -> None:
-    need = [prediction.memory_bytes[rank] / GIB for rank in schedule.ranks]
-    capacity = [cost.capacity_bytes_D[rank] / GIB for rank in schedule.ranks]
-    axes.bar(schedule.ranks, capacity, color="#eeeeee", edgecolor="#999999", linewidth=0.5)
-    full = [used > has for used, has in zip(need, capacity, strict=True)]
-    edges = ["red" if over else "none" for over in full]
-    axes.bar(schedule.ranks, need, color=[colour_of[rank] for rank in schedule.ranks], edgecolor=edges, width=0.6)
+    """Draw a bar with the needed memory of every rank in front of its capacity, with a red edge if it is more."""
+    needed_gib = [prediction.memory_bytes[rank] / GIB for rank in schedule.ranks]
+    capacity_gib = [cost.capacity_bytes_D[rank] / GIB for rank in schedule.ranks]
+    axes.bar(schedule.ranks, capacity_gib, color="#eeeeee", edgecolor="#999999", linewidth=0.5)
+    is_over = [needed > capacity for needed, capacity in zip(needed_gib, capacity_gib, strict=True)]
+    edges = ["red" if over else "none" for over in is_over]
+    axes.bar(schedule.ranks, needed_gib, color=[colour_of[rank] for rank in schedule.ranks], edgecolor=edges, width=0.6)
     axes.set_ylabel("memory, GiB\n(grey: capacity)")
 
 
 def _label_devices(axes: Axes, scenario: Scenario, schedule: Schedule) -> None:
-    """Label the ranks with their numbers, and runs of ranks with one device with its name."""
+    """Label each rank with its number, and each run of ranks with equal devices with the device's name."""
     if schedule.sp_size > MAX_LABELLED_RANKS:
         axes.set_xlabel("rank")
         return
@@ -118,18 +119,18 @@ def _draw_timeline(axes: Axes, scenario: Scenario, spans: list[Span], ranks: lis
     for span in spans:
         row = ranks.index(span.rank) + (0.0 if span.stream == "compute" else 0.42)
         bar = (span.start_s * 1e3, (span.stop_s - span.start_s) * 1e3)
-        axes.broken_barh([bar], (row, 0.38), facecolors=KINDS[span.kind], edgecolor="white", linewidth=0.3)
+        axes.broken_barh([bar], (row, 0.38), facecolors=KIND_COLOURS[span.kind], edgecolor="white", linewidth=0.3)
     axes.set_ylim(len(ranks), -0.15)
     axes.set_yticks([i + 0.4 for i in range(len(ranks))])
     axes.set_yticklabels([f"rank {rank}\n{scenario.cluster.devices[rank].name}" for rank in ranks], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("one block, ms: upper row computes, lower row transfers")
-    labels = [Patch(color=colour, label=kind.replace("_", "-")) for kind, colour in KINDS.items()]
+    labels = [Patch(color=colour, label=kind.replace("_", "-")) for kind, colour in KIND_COLOURS.items()]
     axes.legend(handles=labels, ncols=4, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
 def _drawn_ranks(scenario: Scenario, schedule: Schedule) -> list[int]:
-    """The first rank of every kind of work, at most `MAX_TIMELINE_RANKS`, ascending."""
+    """Return ranks for the timeline, ascending, at most `MAX_TIMELINE_RANKS`: of ranks with equal work, the first."""
     tokens = schedule.tokens(scenario.workload.seq_len)
     first_rank: dict[tuple[object, ...], int] = {}  # by kind of work
     for position, group in enumerate(schedule.ring_groups):
@@ -141,6 +142,7 @@ def _drawn_ranks(scenario: Scenario, schedule: Schedule) -> list[int]:
 
 
 def _summary(scenario: Scenario, prediction: Prediction) -> str:
+    """Return the title's text on model, time, shares of the time and bottleneck, with parts separated by "; "."""
     return (
         f"{scenario.model.name}, {scenario.workload.seq_len:,} tokens: {time_text(prediction.block_s)} per block, "
         f"{prediction.tokens_per_s:,.0f} tokens/s; of a block: {terms_text(prediction)}; "

@@ -1,4 +1,4 @@
-"""``ds-hetero show``: draw a schedule or a plan of pipelines, or show where the documents of a batch lie."""
+"""``ds-hetero show``: draws a schedule or a plan of pipelines, or shows where the documents of a batch lie."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE, PLAN_FILE, SEED
-from ds_hetero.cli.printing import PICTURES, check_out, print_json, print_table, print_written, rank_ranges, write_plan
-from ds_hetero.cli.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
+from ds_hetero.cli.printing import (
+    PICTURES,
+    check_out,
+    print_json,
+    print_lines,
+    print_table,
+    print_written,
+    rank_ranges,
+    write_plan,
+)
+from ds_hetero.cli.scenario import Scenario, predict_plan_file, read_schedule, scenario_options
+from ds_hetero.cli.showing.save_picture import save_picture
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import time_text
 from ds_hetero.common.units import GB
@@ -20,7 +30,7 @@ from ds_hetero.errors import PlanError
 if TYPE_CHECKING:
     from ds_hetero.planner.documents.summary import DocumentsReport
 
-MAX_ROWS = 64  # of a table; more ranks or lanes are counted
+MAX_ROWS = 64  # rows of a table; a last row says how many more there are
 
 
 @click.command
@@ -43,18 +53,19 @@ def show(
 ) -> None:
     """Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie."""
     if of_batch["documents"] is not None or of_batch["sample"] is not None:
-        _documents(scenario, schedule, out, as_json, **of_batch)
+        _show_documents(scenario, schedule, out, as_json, **of_batch)
         return
     if out is None:
         raise click.UsageError("give --out, the picture to write.")
-    data = _schedule(scenario, schedule, out) if plan is None else _pipelines(scenario, plan, out)
+    data = _show_schedule(scenario, schedule, out) if plan is None else _show_pipelines(scenario, plan, out)
     if as_json:
         print_json({"out": str(out), **data})
     else:
         print_written(out)
 
 
-def _schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
+def _show_schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
+    """Predict a schedule and write its picture or page; return both as data for ``--json``."""
     check_out(out, endings=(*PICTURES, ".html"))
     cost = scenario.cost
     schedule = read_schedule(source, cost)
@@ -64,23 +75,24 @@ def _schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
     else:
         from ds_hetero.cli.showing.schedule_picture import draw_schedule
 
-        draw_schedule(scenario, cost, schedule, prediction).savefig(out, dpi=120)
+        save_picture(draw_schedule(scenario, cost, schedule, prediction), out)
     return {"schedule": schedule.to_dict(), "predicted": prediction.to_dict()}
 
 
-def _pipelines(scenario: Scenario, path: Path, out: Path) -> JsonDict:
+def _show_pipelines(scenario: Scenario, path: Path, out: Path) -> JsonDict:
+    """Predict a plan of pipelines and write its picture or page; return both as data for ``--json``."""
     check_out(out, endings=(*PICTURES, ".html"))
-    plan, costs, finished = judge_plan_file(scenario, path)
+    plan, costs, finished = predict_plan_file(scenario, path)
     if out.suffix == ".html":
         write_plan(out, plan.to_dict(), scenario.to_dict())
     else:
         from ds_hetero.cli.showing.pipelines_picture import draw_pipelines
 
-        draw_pipelines(costs, finished).savefig(out, dpi=120)
+        save_picture(draw_pipelines(costs, finished), out)
     return {"step_s": finished.step_s, "plan": plan.to_dict()}
 
 
-def _documents(
+def _show_documents(
     scenario: Scenario,
     source: str,
     out: Path | None,
@@ -89,7 +101,11 @@ def _documents(
     sample: str | None,
     seed: int,
 ) -> None:
-    """Place one batch and print where its documents lie; ``plan`` as source is the best schedule for it."""
+    """Place the documents of one batch on the ranks, and print where they lie and what every unit computes.
+
+    Args:
+        source: schedule file or strategy; ``plan`` searches for the best schedule for this batch.
+    """
     from ds_hetero.cli.options import draw_batches, read_distribution, read_lengths
     from ds_hetero.planner.documents.for_lengths import plan_for_lengths
     from ds_hetero.planner.documents.summary import report_documents
@@ -107,57 +123,59 @@ def _documents(
     if out is not None:
         from ds_hetero.cli.showing.documents_picture import draw_documents
 
-        draw_documents(scenario, report).savefig(out, dpi=120)
+        save_picture(draw_documents(scenario, report), out)
     if as_json:
         print_json({**report.to_dict(), **({"out": str(out)} if out else {})})
         return
     print_table(
-        ("zone", "ranks", "documents", "tokens", "tokens by unit"), _lanes(report), "Lanes, in the order of the forward"
+        ("zone", "ranks", "documents", "tokens", "tokens by unit"),
+        _lane_rows(report),
+        "Lanes, in the order of the forward",
     )
     columns = ("ranks", "device", "tokens", "linear", "attention", "receives", "over ideal")
-    print_table(columns, _units(scenario, report), "Load of one block")
-    print("\n".join(_summary(report)))
+    print_table(columns, _unit_rows(scenario, report), "Load of one block")
+    print_lines(*_summary(report))
     print_written(out)
 
 
-def _lanes(report: DocumentsReport) -> Iterator[tuple[str, ...]]:
-    """One row per lane: its zone, its ranks, its documents by index, and the tokens of every unit."""
+def _lane_rows(report: DocumentsReport) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each lane: zone, ranks, indices of its documents, and tokens of every unit."""
     index = {document: str(j) for j, document in enumerate(report.documents)}
     groups = report.placement.schedule.ring_groups
     for lane in report.placement.lanes[:MAX_ROWS]:
         names = [index.get(span, "padding") for span in lane.spans]
-        shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
+        documents = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
         tokens = lane.member_tokens
         by_unit = ", ".join(f"{count:,}" for count in tokens[:8]) + (", ..." if len(tokens) > 8 else "")
         ranks = chain.from_iterable(groups[unit].ranks for unit in lane.members)
-        way = ""
+        exchange = ""
         if lane.by_heads:
-            way = ", by heads"
+            exchange = ", by heads"
         elif lane.proxies:
-            way = ", proxies"
-        yield lane.zone(report.costs.node) + way, rank_ranges(list(ranks)), shown, f"{sum(tokens):,}", by_unit
+            exchange = ", proxies"
+        yield lane.zone(report.costs.node) + exchange, rank_ranges(list(ranks)), documents, f"{sum(tokens):,}", by_unit
     if len(report.placement.lanes) > MAX_ROWS:
         yield "...", f"{len(report.placement.lanes) - MAX_ROWS} more lanes", "", "", ""
 
 
-def _units(scenario: Scenario, report: DocumentsReport) -> Iterator[tuple[str, ...]]:
-    """One row per unit: what it holds, how long it computes and receives, against the ideal."""
+def _unit_rows(scenario: Scenario, report: DocumentsReport) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each unit: ranks, device, tokens, times of computing and receiving, and computing over ideal."""
     loads = report.loads
     for unit, group in enumerate(report.placement.schedule.ring_groups[:MAX_ROWS]):
         busy_s = loads.linear_s[unit] + loads.attention_s[unit]
         times = (loads.linear_s[unit], loads.attention_s[unit], loads.received_s[unit])
         device = scenario.cluster.devices[group.ranks[0]].name
-        over = f"{busy_s / report.ideal_s:.3f}"
-        yield rank_ranges(group.ranks), device, f"{loads.tokens[unit]:,}", *map(time_text, times), over
+        over_ideal = f"{busy_s / report.ideal_s:.3f}"
+        yield rank_ranges(group.ranks), device, f"{loads.tokens[unit]:,}", *map(time_text, times), over_ideal
     if report.placement.schedule.ring_size > MAX_ROWS:
         yield f"{report.placement.schedule.ring_size - MAX_ROWS} more", *[""] * 6
 
 
 def _summary(report: DocumentsReport) -> list[str]:
-    """Lines for people: the time against the ideal and against other placements, tokens by zone, bytes by link."""
+    """Return lines on the time of a block, compared with the ideal and other placements, and on tokens and traffic."""
     predicted_s, length = report.loads.predicted_s, report.placement.length
     zones = ", ".join(f"{zone} {100 * count / length:.0f} %" for zone, count in report.zone_tokens.items())
-    others = [
+    other_placements = [
         f"{name} {time_text(seconds)} ({seconds / predicted_s:.2f} x)" if seconds else f"{name} not possible"
         for name, seconds in report.others_s.items()
     ]
@@ -167,7 +185,7 @@ def _summary(report: DocumentsReport) -> list[str]:
         f"{len(report.documents)} documents, {length:,} tokens",
         f"predicted:  {time_text(predicted_s)} per block, ideal {time_text(report.ideal_s)}; slowest computes "
         f"{report.balance:.3f} of the ideal",
-        f"others:     {', '.join(others)}",
+        f"others:     {', '.join(other_placements)}",
         f"tokens:     {zones}",
         *([f"moved:      {moved:,} tokens to other ranks before attention, and back after it"] if moves else []),
         f"sent:       {sent['inside_nodes'] / GB:.2f} GB inside nodes, "

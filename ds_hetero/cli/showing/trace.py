@@ -1,4 +1,4 @@
-"""``ds-hetero trace``: the predicted step, and the measured one beside it, as a trace for Perfetto."""
+"""``ds-hetero trace``: writes the predicted step, and beside it the measured one, as a trace for Perfetto."""
 
 from __future__ import annotations
 

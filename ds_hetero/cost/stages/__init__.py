@@ -1,1 +1,1 @@
-"""Stages of pipelines: what one costs, and how long a pipeline of them takes. No torch."""
+"""Cost models of pipeline stages: time and memory of one stage, and the time of a pipeline of them. No torch."""

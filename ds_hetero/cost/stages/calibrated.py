@@ -1,15 +1,20 @@
 """Cost model of pipelines as the runtime runs them, at the rates that devices and links achieve.
 
-Formulas of stages whose devices cut layers stand here, the others in modules of their own:
+This module has the formulas of stages whose n devices share layers by tensor parallelism (``tensor``, and ``one`` for
+n = 1), for micro-batches of b sequences of S tokens and a hidden size of H:
 
-    one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
-                 two all-reduces of b S H elements in the forward and two in the backward of a layer, one when it is
-                 computed again, since nothing in the backward needs what the second adds up; embedding, head and loss
-                 cut by words, with an all-reduce of b S H elements each, and of the loss two of numbers by token
-    sequence     `ds_hetero.cost.stages.sequence`
-    hops         `ds_hetero.cost.stages.hops`
-    gradients    `ds_hetero.cost.stages.gradients`
-    memory       `ds_hetero.cost.stages.stage_memory`
+    layer        Matmuls and attention are split by n, at the efficiency of narrower matmuls; every device computes
+                 norms and residuals of the full width. The forward has two all-reduces of b S H elements, the backward
+                 two more. Recomputation has one, since the backward does not need the sum of the second all-reduce.
+    ends         Embedding, head and loss are split by vocabulary. Embedding and head have an all-reduce of b S H
+                 elements each, the loss one of a number and one of two numbers per token.
+
+Other modules have the rest:
+
+    sequence     stages whose devices share sequences             `ds_hetero.cost.stages.sequence`
+    hops         transfers between stages                         `ds_hetero.cost.stages.hops`
+    gradients    synchronization between pipelines                `ds_hetero.cost.stages.gradients`
+    memory       memory of a device                               `ds_hetero.cost.stages.stage_memory`
 
 Dimension key: J parts of stages of all pipelines.
 """
@@ -28,12 +33,14 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import GradientTimes
-from ds_hetero.cost.stages.hops import HopEnd, HopTimes
+from ds_hetero.cost.stages.hops import BoundarySide, HopTimes
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
+from ds_hetero.cost.stages.stage_loss import loss_workload
 from ds_hetero.cost.stages.stage_memory import CalibratedStageMemory, DeviceParameters
 from ds_hetero.cost.terms import communicators
 from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
+from ds_hetero.cost.terms.trained import largest_trained, layer_weight_bytes, trained_of_ends, trained_of_layer
 from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -44,14 +51,14 @@ INNERS = ("tensor", "sequence")  # ways in which several ranks share the work of
 
 
 class CalibratedStageCosts(StageCosts):
-    """Cost model of what the runtime does.
+    """Calibrated cost model of stages and pipelines.
 
     Args:
-        workload: length, attention, checkpointing, loss and bytes; its batches and ZeRO stage take no part, since
+        workload: length, attention, checkpointing, loss and bytes. Its batches and ZeRO stage are ignored, since
             `AsymmetricGradientSync` partitions optimizer state over the holders of every element.
-        inners: those of `INNERS` that the model can run.
-        find: schedules for stages on devices of several pools, see `SequenceStages`.
-        owners: of optimizer state, see `StageCosts`.
+        inners: the kinds of stages in `INNERS` that the model can run.
+        find: finds a schedule for a stage on devices of several pools, see `SequenceStages`.
+        owners: owners of optimizer state, see `StageCosts`.
     """
 
     name = "calibrated"
@@ -65,10 +72,10 @@ class CalibratedStageCosts(StageCosts):
         find: FindSchedule | None = None,
         owners: str | tuple[float, ...] = "even",
     ) -> None:
-        if workload.adapter_rank or workload.fused_kernels or workload.selective_checkpointing:
+        if workload.keeps_attention:
             raise PlanError(
-                "stages of pipelines have no memory model of adapters, Liger's kernels and selective recomputation. "
-                "Plan sequence parallelism: --parallel sequence."
+                "stages of pipelines compute attention again in a recomputation, but keep_attention is on. Leave it "
+                "out, or plan sequence parallelism: --parallel sequence."
             )
         super().__init__(cluster, model, workload.seq_len, workload.activation_checkpointing)
         self.workload, self.inners, self.owners = workload, tuple(inners), owners
@@ -86,9 +93,11 @@ class CalibratedStageCosts(StageCosts):
     # --- stages
 
     def stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """See `StageCosts.stage`."""
+        """Return the times and memory of a block of one kind, see `StageCosts.stage`."""
         if inner not in (*self.inners, "one"):
             return None
+        if inner == "tensor" and self.workload.quantization is not None:
+            return None  # kernels read whole blocks of packed weights, which cannot be cut by columns or rows
         if inner == "sequence":
             if not _has_neighbours(self.pools.largest[kind].ranks, size):
                 return None
@@ -96,40 +105,43 @@ class CalibratedStageCosts(StageCosts):
         if self.model.num_heads % size or self.model.num_kv_heads % size:
             return None
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
-        of_batch = replace(work, micro_batch=micro_batch_size)
-        block = BlockPasses(self._devices(kind, 1), model, of_batch, cut=size)
-        reduced_s = self._reduced_s(kind, size, micro_batch_size)
-        forward_s, backward_s = (block.alone_s() + 2 * reduced_s).tolist()
+        micro_batch_work = replace(work, micro_batch=micro_batch_size)
+        block = BlockPasses(self._devices(kind, 1), model, micro_batch_work, cut=size)
+        all_reduce_s = self._all_reduce_s(kind, size, micro_batch_size)
+        forward_s, backward_s = (block.alone_s() + 2 * all_reduce_s).tolist()
         if work.activation_checkpointing:
-            backward_s += forward_s - reduced_s
-        loss_s = float((self.seq_len / size * block.loss_s_per_token_D + block.loss_fixed_s_D)[0])
-        layer = layer_memory(model, of_batch, LayerShare.of_cut(model, of_batch, size))
+            backward_s += forward_s - all_reduce_s
+        loss_work = loss_workload(micro_batch_work)
+        head = BlockPasses(self._devices(kind, 1), model, loss_work) if loss_work != micro_batch_work else block
+        loss_s = float((self.seq_len / size * head.loss_s_per_token_D + head.loss_fixed_s_D)[0])
+        layer = layer_memory(model, micro_batch_work, LayerShare.of_cut(model, micro_batch_work, size))
+        logit_bytes_D = logit_bytes(model, loss_work, np.array([float(self.seq_len)]))
         return StageOption(
             forward_s=forward_s,
             backward_s=backward_s,
-            first_s=reduced_s,
-            last_s=loss_s + reduced_s + self._exchanged_s(kind, size, micro_batch_size),
-            side_s=2 * device.efficiency.message_overhead_s + self._gathered_s(kind, size, micro_batch_size),
+            first_s=all_reduce_s,
+            last_s=loss_s + all_reduce_s + self._loss_all_reduces_s(kind, size, micro_batch_size),
+            side_s=2 * device.efficiency.message_overhead_s + self._all_gather_s(kind, size, micro_batch_size),
             capacity_bytes=device.usable_bytes,
             memory=self._memory(
                 PoolPart(kind, self.pools.largest[kind].node, size),
-                layer=layer.mapped(lambda alone: float(np.max(alone))),
-                logits=float(logit_bytes(model, of_batch, np.array([float(self.seq_len)]))[0]) / size,
+                layer=layer.mapped(lambda per_rank: float(np.max(per_rank))),
+                logits=float(logit_bytes_D[0]) / size,
                 ranks=size,
                 holders=pipelines,
                 cut=size,
             ),
         )
 
-    def _reduced_s(self, kind: int, size: int, micro_batch_size: int) -> float:
-        """An all-reduce of the activations of a micro-batch on devices that cut a layer, which has two in each pass."""
+    def _all_reduce_s(self, kind: int, size: int, micro_batch_size: int) -> float:
+        """Return the time of one all-reduce of a micro-batch's activations over the devices of a ``tensor`` stage."""
         if size == 1:
             return 0.0
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
-        return 2 * self._gathered_s(kind, size, micro_batch_size) - host_s
+        return 2 * self._all_gather_s(kind, size, micro_batch_size) - host_s
 
-    def _exchanged_s(self, kind: int, size: int, micro_batch_size: int) -> float:
-        """The all-reduces of a loss whose words are cut: of a number by token, and of two, in fp32."""
+    def _loss_all_reduces_s(self, kind: int, size: int, micro_batch_size: int) -> float:
+        """Return the time of the all-reduces of a vocabulary-parallel loss: one and two fp32 numbers per token."""
         if size == 1:
             return 0.0
         reduce = RingCollective.over(self._devices(kind, size))
@@ -137,8 +149,8 @@ class CalibratedStageCosts(StageCosts):
         tokens = micro_batch_size * self.seq_len
         return sum(2 * reduce(WIDE * numbers * tokens) + host_s for numbers in (1, 2))
 
-    def _gathered_s(self, kind: int, size: int, micro_batch_size: int) -> float:
-        """A gather of the activations of a micro-batch, of which each device that cuts a layer has a part."""
+    def _all_gather_s(self, kind: int, size: int, micro_batch_size: int) -> float:
+        """Return the time of one all-gather of a micro-batch's activations over the devices of a ``tensor`` stage."""
         if size == 1:
             return 0.0
         volume = micro_batch_size * self.seq_len * self.model.hidden_size * self.workload.element_bytes
@@ -146,46 +158,49 @@ class CalibratedStageCosts(StageCosts):
         return RingCollective.over(self._devices(kind, size))(volume) + host_s
 
     def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """Every device holds the parameters of its stage whole."""
+        """Return the times and memory of devices that share sequences; each holds all parameters of the stage."""
         shared = self.sequence.passes(parts, micro_batch_size) if "sequence" in self.inners else None
         if shared is None:
             return None
-        ranks = sum(part.size for part in parts)
-        holders = ranks + pipelines - 1
-        memory = []
-        for part, layer, logits in zip(parts, shared.layer, shared.logits, strict=True):
-            memory.append(
-                StageOption(
-                    forward_s=shared.forward_s,
-                    backward_s=shared.backward_s,
-                    last_s=shared.loss_s,
-                    side_s=2 * max(self.pools.kinds[each.kind].device.efficiency.message_overhead_s for each in parts),
-                    capacity_bytes=self.pools.kinds[part.kind].device.usable_bytes,
-                    memory=self._memory(part, layer, logits, ranks, holders),
-                )
+        num_ranks = sum(part.size for part in parts)
+        num_holders = num_ranks + pipelines - 1  # other pipelines count as one holder each
+        devices = [self.pools.kinds[part.kind].device for part in parts]
+        side_s = 2 * max(device.efficiency.message_overhead_s for device in devices)
+        options = []
+        for part, device, layer, logits in zip(parts, devices, shared.layer, shared.logits, strict=True):
+            option = StageOption(
+                forward_s=shared.forward_s,
+                backward_s=shared.backward_s,
+                last_s=shared.loss_s,
+                side_s=side_s,
+                capacity_bytes=device.usable_bytes,
+                memory=self._memory(part, layer, logits, num_ranks, num_holders),
             )
-        return replace(memory[0], beside=tuple(memory[1:]))
+            options.append(option)
+        return replace(options[0], other_parts=tuple(options[1:]))
 
     def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
-        """See `SequenceStages.schedule`."""
+        """Return the schedule of devices that share sequences, see `SequenceStages.schedule`."""
         return self.sequence.schedule(parts, micro_batch_size)
 
     def keep_schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:
-        """See `SequenceStages.keep`."""
+        """Make `schedule` return a given schedule for these parts, see `SequenceStages.keep`."""
         self.sequence.keep(parts, micro_batch_size, schedule)
 
     def _devices(self, kind: int, size: int) -> Cluster:
+        """Return a cluster of ``size`` devices of one kind, on the node that has most of them."""
         return self.cluster.subset(self.pools.largest[kind].ranks[:size])
 
     def _memory_s_per_byte(self, kind: int) -> float:
+        """Return the seconds in which a device of this kind reads or writes a byte of its memory."""
         device = self.pools.kinds[kind].device
         return 1 / (device.memory_bytes_per_s * device.efficiency.memory)
 
     # --- memory
 
     def _communicator_bytes(self, part: PoolPart, ranks: int, neighbours: int, holders: int) -> float:
-        """Of NCCL on a device of ``part``, beyond its reserve; see `communicators.of_stage`."""
-        needed = communicators.of_stage(
+        """Return the bytes of NCCL's communicators on a device of ``part`` that its reserve does not cover."""
+        needed = communicators.stage_communicator_bytes(
             self.cluster,
             self.cluster.nodes[part.node],
             local_ranks=part.size,
@@ -193,33 +208,45 @@ class CalibratedStageCosts(StageCosts):
             neighbours=min(neighbours, self.cluster.num_ranks - ranks),
             holders=holders,
         )
-        return communicators.beyond_reserve(self.pools.kinds[part.kind].device, needed)
+        return communicators.bytes_beyond_reserve(self.pools.kinds[part.kind].device, needed)
 
     def _memory(
         self, part: PoolPart, layer: LayerMemory, logits: float, ranks: int, holders: int, cut: int = 1
     ) -> CalibratedStageMemory:
-        """Owners of an element are those who add to its gradient; where owners differ, what they own is on top.
+        """Return the memory of a device of ``part``.
+
+        With even owners the holders of an element own equal shares of its optimizer state, which count here. With
+        unequal owners the shares depend on the whole plan, so no optimizer state counts here: see `owned_bytes`.
 
         Args:
-            part: the devices of the stage that are alike, on one node.
-            logits: of the head on a device.
-            ranks: of the stage.
-            holders: who add to a gradient.
-            cut: devices that cut the parameters of a layer, of embedding and of head.
+            part: devices of the stage of one kind on one node.
+            logits: bytes of the head's logits on a device.
+            ranks: ranks of the stage.
+            holders: ranks that hold an element and add to its gradient.
+            cut: devices that share the parameters of a layer, of the embedding and of the head.
         """
         model, work = self.model, self.workload
-        if self.pools.kinds[part.kind].device.shares_host_memory:  # offloaded checkpoints stay in it
+        if self.pools.kinds[part.kind].device.shares_host_memory:  # offloading checkpoints frees no memory there
             work = replace(work, offload_activations=False)
-        table, matrix = model.vocab_size * model.hidden_size / cut, model.mlp_size * model.hidden_size / cut
-        owns = 1 / holders / cut if self.owners == "even" or holders == 1 else 0.0
+        embedding = model.vocab_size * model.hidden_size
+        trained_embedding = embedding if trained_of_ends(model, work) else 0
+        owned_share = 1 / holders / cut if self.owners == "even" or holders == 1 else 0.0
         return CalibratedStageMemory(
             num_layers=model.num_layers,
             workload=work,
             layer=layer,
             logits=logits,
-            of_layer=DeviceParameters(model.layer_parameters / cut, model.layer_parameters * owns),
-            of_end=DeviceParameters(table, table * cut * owns),
-            largest=max(table, matrix),
+            of_layer=DeviceParameters(
+                weight_bytes=layer_weight_bytes(model, work, cut),
+                trained=trained_of_layer(model, work, cut),
+                owned=trained_of_layer(model, work) * owned_share,
+            ),
+            of_end=DeviceParameters(
+                weight_bytes=work.element_bytes * embedding / cut,
+                trained=trained_embedding / cut,
+                owned=trained_embedding * owned_share,
+            ),
+            largest=largest_trained(model, work) / cut,
             holders=holders,
             communicators=(
                 self._communicator_bytes(part, ranks, 0, holders),
@@ -231,70 +258,82 @@ class CalibratedStageCosts(StageCosts):
     # --- hops
 
     def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
-        """One direction; see `ds_hetero.cost.stages.hops`."""
-        ends = [self._hop_end(block, micro_batch_size) for block in (source, target)]
-        return self._hops.hop_s(link, *ends, micro_batch_size)
+        """Return the time of one transfer in one direction; see `ds_hetero.cost.stages.hops`."""
+        sides = [self._boundary_side(block, micro_batch_size) for block in (source, target)]
+        return self._hops.hop_s(link, *sides, micro_batch_size)
 
-    def _hop_end(self, block: DeviceBlock, micro_batch_size: int) -> HopEnd:
+    def _boundary_side(self, block: DeviceBlock, micro_batch_size: int) -> BoundarySide:
+        """Describe a block as one side of a stage boundary."""
         kinds = (block.kind, *(part.kind for part in block.others))
         if not block.others:
-            return HopEnd(kinds, 1 / block.size)
+            return BoundarySide(kinds, 1 / block.size)
         shared = self.sequence.passes(block.parts, micro_batch_size)
         assert shared is not None, "a stage that cannot run has no hops"
-        return HopEnd(kinds, max(shared.tokens) / (micro_batch_size * self.seq_len))
+        return BoundarySide(kinds, max(shared.tokens) / (micro_batch_size * self.seq_len))
 
     # --- gradients
 
     def sync_times(self, pipelines: Sequence[PlacedPipeline]) -> SyncTimes:
-        """See `ds_hetero.cost.stages.gradients`; infinite where owners of optimizer state do not fit into memory."""
+        """Return the times to synchronize gradients and parameters; infinite if no owners of optimizer state fit."""
         if self.owners == "even":
             return self._gradients.times(pipelines)
         weights_J = self._owner_weights(pipelines)
         return SyncTimes(0.0, inf) if weights_J is None else self._gradients.times(pipelines, weights_J)
 
     def owner_weights(self, pipelines: Sequence[PlacedPipeline]) -> list[float] | None:
-        """Weight as an owner of optimizer state, by part of every stage of every pipeline; None if all own alike."""
+        """Return the weight of every part of every stage as an owner of optimizer state; None if owners are even."""
         weights_J = None if self.owners == "even" else self._owner_weights(pipelines)
         return None if weights_J is None else weights_J.tolist()
 
     def owned_bytes(self, pipelines: Sequence[PlacedPipeline]) -> Iterable[float]:
-        """See `StageCosts.owned_bytes`."""
+        """Return the bytes of optimizer state on a device that `stage` does not count; see `StageCosts.owned_bytes`."""
         weights = self.owner_weights(pipelines)
         if weights is None:
             return itertools.repeat(0.0)
         owned_J = self._gradients.owned_parameters(pipelines, np.array(weights))
-        counted_J = self._counts_owned(pipelines)
-        return list(map(float, np.where(counted_J, 0.0, owned_J * self.workload.optimizer_bytes)))
+        is_counted_J = self._has_one_owner(pipelines)
+        return list(map(float, np.where(is_counted_J, 0.0, owned_J * self.workload.optimizer_bytes)))
 
     def _owner_weights(self, pipelines: Sequence[PlacedPipeline]) -> Floats | None:
-        """The given ones where they fit, or fitted ones."""
-        free = []
+        """Return the weight of every part as an owner, ``[J]``: the weights in ``owners``, or weights fitted to memory.
+
+        None if these weights do not fit into memory, or if no fitted weights were found.
+        """
+        max_owned = []  # parameters whose optimizer state fits into the free memory of a device, by part
         for pipeline in pipelines:
-            stages = len(pipeline.blocks)
-            of_stages = zip(pipeline.blocks, pipeline.layers, self.kept_by_default(stages), strict=True)
-            for j, (block, layers, kept) in enumerate(of_stages):
+            num_stages = len(pipeline.blocks)
+            stages = zip(pipeline.blocks, pipeline.layers, self.kept_by_default(num_stages), strict=True)
+            for j, (block, layers, in_flight) in enumerate(stages):
                 option = self.of_block(block, pipeline.micro_batch_size, len(pipelines))
                 for part in () if option is None else option.parts:
-                    need = part.memory_bytes(layers, j == 0, j == stages - 1, kept)
-                    free.append((part.capacity_bytes - need) / self.workload.optimizer_bytes)
-        most_J = np.where(self._counts_owned(pipelines), inf, np.array(free))
+                    need_bytes = part.memory_bytes(layers, j == 0, j == num_stages - 1, in_flight)
+                    max_owned.append((part.capacity_bytes - need_bytes) / self.workload.optimizer_bytes)
+        max_owned_J = np.where(self._has_one_owner(pipelines), inf, np.array(max_owned))
         if isinstance(self.owners, str):
-            return self._gradients.fit(pipelines, most_J)
+            return self._gradients.fit(pipelines, max_owned_J)
         weights_J = np.array(self.owners)
-        fits = self._gradients.owned_parameters(pipelines, weights_J) <= most_J
+        fits = self._gradients.owned_parameters(pipelines, weights_J) <= max_owned_J
         return weights_J if fits.all() else None
 
-    def _counts_owned(self, pipelines: Sequence[PlacedPipeline]) -> Bools:
-        """Whether the memory of a stage counts its optimizer state: where nobody else can own it, by part."""
-        alone = len(pipelines) == 1
+    def _has_one_owner(self, pipelines: Sequence[PlacedPipeline]) -> Bools:
+        """Return ``[J]`` whether only one rank can own a part's optimizer state, so that `_memory` counts it."""
+        is_only_pipeline = len(pipelines) == 1
         blocks = [block for pipeline in pipelines for block in pipeline.blocks]
-        return np.array([alone and (b.inner != "sequence" or b.size == 1) for b in blocks for _ in b.parts])
+        has_one_owner = []
+        for block in blocks:
+            shares_states = block.inner == "sequence" and block.size > 1
+            has_one_owner += [is_only_pipeline and not shares_states] * len(block.parts)
+        return np.array(has_one_owner)
 
-    def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
-        """Gradients leave while the last micro-batch goes backward, as far as they are ready."""
-        return pipelines_s + max(0.0, sync.reduce_s - overlap_s) + sync.exposed_s
+    def step_s(self, slowest_pipeline_s: float, sync: SyncTimes, overlap_s: float) -> float:
+        """Return the time of an optimizer step; the last backward hides up to ``overlap_s`` of sending gradients.
+
+        Args:
+            slowest_pipeline_s: time of the slowest pipeline.
+        """
+        return slowest_pipeline_s + max(0.0, sync.reduce_s - overlap_s) + sync.exposed_s
 
 
 def _has_neighbours(ranks: Sequence[int], size: int) -> bool:
-    """Whether ``size`` of these ascending ranks follow one another, as those of a schedule must."""
+    """Whether ``size`` of these ascending ranks are consecutive, as the ranks of a schedule must be."""
     return any(last - first == size - 1 for first, last in zip(ranks, ranks[size - 1 :], strict=False))

@@ -1,12 +1,13 @@
-"""Time of a hop: activations from one stage to the next, or their gradients back.
+"""Time of a stage-to-stage send (a hop): activations to the next stage, or their gradients back.
 
-An activation crosses the boundary once: a device of a ``sequence`` stage carries its share of the tokens of a
-micro-batch, each of n of a ``tensor`` stage 1 / n. A hop takes the latency and the time at the busiest port: a
-sender's, a receiver's, or the one that all devices of a node share. For 8 MB between a stage of two devices and one of
-four, the two are the busiest, with 4 MB each; over a NIC that the devices of a node share all 8 MB go.
+Every activation crosses the boundary once. A device of a ``sequence`` stage sends its share of the tokens of a
+micro-batch, each of the n devices of a ``tensor`` stage 1 / n of them. A hop takes the latency and the time at the
+busiest port: a sender's, a receiver's, or a NIC or switch that all devices of a node share. Example: 8 MB from a stage
+of two devices to one of four. The two senders are the busiest devices, with 4 MB each; if a node's devices share a NIC,
+all 8 MB pass this NIC.
 
-What neither the wire nor a pass hides is part of the stages (`StageOption.side_s`): the hosts' time, and the gather of
-what arrived on the devices of a ``tensor`` stage.
+The hosts' time, and the all-gather of what arrived on the devices of a ``tensor`` stage, count as part of the stages
+(`StageOption.side_s`), since no transfer hides them.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
 
-class HopEnd(NamedTuple):
-    """The devices on one side of a hop."""
+class BoundarySide(NamedTuple):
+    """The sending or the receiving devices of a stage-to-stage send."""
 
-    kinds: tuple[int, ...]  # indices into `Pools.kinds`
-    share: float  # of the tokens of a micro-batch, on the device that carries most of them
+    kinds: tuple[int, ...]  # kinds of the devices, as indices into `Pools.kinds`
+    share: float  # largest share of a micro-batch's tokens that any device sends or receives
 
 
 class HopTimes:
-    """Times of hops on a cluster, kept by their arguments."""
+    """Computes the times of hops on a cluster, and caches them."""
 
     def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload, pools: Pools) -> None:
         self._cluster, self._pools = cluster, pools
         self._sample_bytes = workload.seq_len * workload.element_bytes * model.hidden_size
         self.hop_s = cache(self._hop_s)
 
-    def _hop_s(self, link: int, source: HopEnd, target: HopEnd, samples: int) -> float:
-        """Seconds of one direction for a micro-batch of ``samples`` over the class of links with index ``link``."""
+    def _hop_s(self, link: int, source: BoundarySide, target: BoundarySide, samples: int) -> float:
+        """Return the seconds of a hop in one direction; ``link`` is an index into `link_classes`."""
         wire = self._cluster.link_classes[link]
         volume_bytes = samples * self._sample_bytes
         largest_part_bytes = volume_bytes * max(source.share, target.share)

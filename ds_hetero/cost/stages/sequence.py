@@ -1,10 +1,14 @@
-"""Stages of sequence parallelism: a block of `CalibratedCostModel` on the devices of the stage.
+"""Costs and schedules of pipeline stages whose devices share sequences, from `CalibratedCostModel` on those devices.
 
-Devices of one pool share sequences evenly, by the fastest mesh of Ulysses and ring. Devices of several pools have a
-schedule of their own, with tokens and heads by speed, which the planner finds or a plan file says. A stage holds a few
-layers of the model, so its schedule is sought for a model of one layer, and memory then limits its layers.
+Devices of one pool share sequences evenly, by the fastest mesh of Ulysses and ring. Devices of several pools get a
+schedule with tokens and heads by speed, which the planner finds or a plan file gives. The schedule is chosen for a
+model of one layer; memory then limits the layers of the stage.
 
-Schedules and memory are numbered by the places of devices in their parts: part by part, ascending.
+The *place* of a device is its number among the devices of the stage, counted part by part. Schedules that enter or
+leave this module have places as ranks. Example: the first part of a stage has the devices 4 and 5, the second part has
+device 1. Their places are 0, 1 and 2.
+
+Dimension key: D ranks of the stage, in ascending order of its devices.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.stages.stage import PoolPart, Pools
+from ds_hetero.cost.stages.stage_loss import loss_workload
 from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.cost.workload import Workload
@@ -32,55 +37,60 @@ FindSchedule = Callable[[CalibratedCostModel], Schedule | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedPass:
-    """Times and activations of one layer on devices that share its sequences."""
+    """Times and memory of one layer on devices that share its sequences.
 
-    forward_s: float  # of a layer
-    backward_s: float  # of a layer, with what it repeats
+    Tuples have one value per part of the stage: that of the part's device with the largest value.
+    """
+
+    forward_s: float  # forward of one layer
+    backward_s: float  # backward of one layer, recomputation included
     loss_s: float  # forward and backward of the head
-    tokens: tuple[float, ...]  # of the device with most of them, by part, all samples of a micro-batch together
-    layer: tuple[LayerMemory, ...]  # memory of a layer, likewise
-    logits: tuple[float, ...]  # bytes of the head, likewise
+    tokens: tuple[float, ...]  # tokens of a device, all samples of a micro-batch together
+    layer: tuple[LayerMemory, ...]  # memory of one layer
+    logits: tuple[float, ...]  # bytes of the head's logits
 
 
 class SequenceStages:
     """Costs and schedules of stages whose devices share sequences.
 
     Args:
-        find: a schedule for devices of several pools; None if there is none, and left out, stages of several pools
-            exist only where `keep` gave them one.
+        find: finds a schedule for devices of several pools; it returns None if there is none. Without ``find``, stages
+            of several pools exist only if `keep` gave them a schedule.
     """
 
     def __init__(
         self, cluster: Cluster, model: ModelSpec, workload: Workload, pools: Pools, find: FindSchedule | None
     ) -> None:
         self._cluster, self._model, self._workload, self._find = cluster, model, workload, find
-        self._ranks = {(pool.kind, pool.node): pool.ranks for pool in pools.pools}
+        self._ranks_of_pool = {(pool.kind, pool.node): pool.ranks for pool in pools.pools}
         self._largest = pools.largest
-        self._kept: dict[tuple[object, ...], Schedule] = {}
-        self._by_devices: dict[tuple[object, ...], Schedule | None] = {}
+        self._fixed_schedules: dict[tuple[object, ...], Schedule] = {}  # those of `keep`
+        self._best_schedules: dict[tuple[object, ...], Schedule | None] = {}  # cache of `_best`
         self.passes = cache(self._passes)
 
     def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
-        """Return the schedule of these devices, whose ranks are places in ``parts``; None if none works."""
-        kept = self._kept.get(self._key(parts, micro_batch_size))
-        if kept is not None:
-            return kept
-        key = self._key(parts, micro_batch_size if len(parts) == 1 else 1)  # shares hardly depend on it
-        if key not in self._by_devices:
-            self._by_devices[key] = self._best(parts, micro_batch_size)
-        return self._by_devices[key]
+        """Return the schedule of these devices, with places as ranks; None if none works."""
+        fixed = self._fixed_schedules.get(self._key(parts, micro_batch_size))
+        if fixed is not None:
+            return fixed
+        # Schedules of several pools are searched once for all micro-batch sizes, on which shares hardly depend.
+        key = self._key(parts, micro_batch_size if len(parts) == 1 else 1)
+        if key not in self._best_schedules:
+            self._best_schedules[key] = self._best(parts, micro_batch_size)
+        return self._best_schedules[key]
 
     def keep(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:
-        """Use a given schedule, by places, for such devices. Raises `PlanError`: they were given another one."""
+        """Make `schedule` return a given schedule for these devices. Raises `PlanError`: they have another one."""
         key = self._key(parts, micro_batch_size)
-        if self._kept.setdefault(key, schedule) != schedule:
+        if self._fixed_schedules.setdefault(key, schedule) != schedule:
             raise PlanError(
-                "the plan has stages of equal devices and micro-batches with different schedules; they are judged "
-                "with one. Give them the same schedule."
+                "the plan has stages with equal devices and equal micro-batches but different schedules, and the cost "
+                "model knows one for both. Give them the same schedule."
             )
         self.passes.cache_clear()
 
     def _best(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
+        """Find the fastest schedule for these devices; None if none works."""
         size = sum(part.size for part in parts)
         if size < 2 or self._workload.seq_len < size:
             return None
@@ -88,42 +98,63 @@ class SequenceStages:
             cost = self._cost(parts, micro_batch_size, True)
             meshes = usp_meshes(size, self._model.num_heads, self._model.num_kv_heads)
             return min(meshes, key=lambda schedule: cost.block_s(*cost.arrays(schedule)))
-        found = None if self._find is None else self._find(self._cost(parts, 1, True))
-        return None if found is None else found.on_ranks(self._places(parts))
+        if self._find is None:
+            return None
+        schedule = self._find(self._cost(parts, 1, True))
+        return None if schedule is None else schedule.on_ranks(self._places(parts))
 
     def _passes(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> SharedPass | None:
+        """Compute times and memory of one layer under the schedule of these devices; None if they have none."""
         schedule = self.schedule(parts, micro_batch_size)
         if schedule is None:
             return None
         places = self._places(parts)
-        rank_of = sorted(range(len(places)), key=places.__getitem__)
-        again, once = (self._cost(parts, micro_batch_size, repeat) for repeat in (True, False))
-        flat = again.arrays(schedule.on_ranks(rank_of))
-        forward_s = again.block_s(*flat) - once.block_s(*flat)
-        chosen = again if self._workload.activation_checkpointing else once
+        rank_of = sorted(range(len(places)), key=places.__getitem__)  # rank at every place
+        checkpointed_cost = self._cost(parts, micro_batch_size, True)
+        plain_cost = self._cost(parts, micro_batch_size, False)
+        grouping, tokens_D, heads_D = checkpointed_cost.arrays(schedule.on_ranks(rank_of))
+        # Checkpointing repeats the forward, so the difference of both block times is one forward.
+        checkpointed_s = checkpointed_cost.block_s(grouping, tokens_D, heads_D)
+        forward_s = checkpointed_s - plain_cost.block_s(grouping, tokens_D, heads_D)
+        cost = checkpointed_cost if self._workload.activation_checkpointing else plain_cost
+        if self._workload.selective_checkpointing:
+            cost = self._cost(parts, micro_batch_size, False, selective=True)
 
-        share = LayerShare.of_sequence(chosen.model, chosen.workload, *flat)
-        memory = layer_memory(chosen.model, chosen.workload, share)
-        logits_D = logit_bytes(chosen.model, chosen.workload, flat[1])
-        stops = list(accumulate(part.size for part in parts))
+        share = LayerShare.of_sequence(cost.model, cost.workload, grouping, tokens_D, heads_D)
+        memory = layer_memory(cost.model, cost.workload, share)
+        loss_work = loss_workload(cost.workload)
+        loss_cost = cost if loss_work == cost.workload else CalibratedCostModel(cost.cluster, cost.model, loss_work)
+        logits_D = logit_bytes(cost.model, loss_work, tokens_D)
+        stops = list(accumulate(part.size for part in parts))  # first place after every part
 
-        def most(stop: int, size: int) -> Callable[[Bytes], float]:
-            """The most of any device of a part."""
-            return lambda per_rank: float(np.broadcast_to(per_rank, (len(places),))[rank_of[stop - size : stop]].max())
+        def largest_of_part(stop: int, size: int) -> Callable[[Bytes], float]:
+            """Return a function of values per rank: the largest in the part whose ``size`` places end at ``stop``."""
+            part_ranks = rank_of[stop - size : stop]
+            return lambda per_rank: float(np.broadcast_to(per_rank, (len(places),))[part_ranks].max())
 
-        of_parts = [most(stop, part.size) for part, stop in zip(parts, stops, strict=True)]
+        reductions = [largest_of_part(stop, part.size) for part, stop in zip(parts, stops, strict=True)]
         return SharedPass(
             forward_s=forward_s,
-            backward_s=chosen.block_s(*flat) - forward_s,
-            loss_s=chosen.outside_blocks_s(flat[1])["loss_s"],
-            tokens=tuple(most_of(flat[1] * micro_batch_size) for most_of in of_parts),
-            layer=tuple(memory.mapped(most_of) for most_of in of_parts),
-            logits=tuple(most_of(logits_D) for most_of in of_parts),
+            backward_s=cost.block_s(grouping, tokens_D, heads_D) - forward_s,
+            loss_s=loss_cost.outside_blocks_s(tokens_D)["loss_s"],
+            tokens=tuple(largest(tokens_D * micro_batch_size) for largest in reductions),
+            layer=tuple(memory.mapped(largest) for largest in reductions),
+            logits=tuple(largest(logits_D) for largest in reductions),
         )
 
-    def _cost(self, parts: tuple[PoolPart, ...], micro_batch_size: int, checkpointing: bool) -> CalibratedCostModel:
+    def _cost(
+        self, parts: tuple[PoolPart, ...], micro_batch_size: int, checkpointing: bool, *, selective: bool = False
+    ) -> CalibratedCostModel:
+        """Make the cost model of one layer on the stage's devices.
+
+        ZeRO stage 1 is set, since it has no traffic during a layer; gradients between pipelines are counted elsewhere.
+
+        Args:
+            checkpointing: whether whole layers are recomputed.
+            selective: whether norms and activations alone are recomputed.
+        """
         work = self._workload
-        own = Workload(
+        stage_workload = Workload(
             seq_len=work.seq_len,
             micro_batch=micro_batch_size,
             causal=work.causal,
@@ -133,23 +164,36 @@ class SequenceStages:
             tiled_mlp=work.tiled_mlp,
             tile_tokens=work.tile_tokens,
             element_bytes=work.element_bytes,
+            adapter_rank=work.adapter_rank,
+            trains_embedding=work.trains_embedding,
+            quantization=work.quantization,
+            logit_bytes=work.logit_bytes,
+            fused_kernels=work.fused_kernels,
+            compiled=work.compiled,
+            selective_checkpointing=selective,
         )
         one_layer = replace(self._model, num_layers=1)
-        return CalibratedCostModel(self._cluster.subset(self._devices(parts)), one_layer, own)
+        return CalibratedCostModel(self._cluster.subset(self._devices(parts)), one_layer, stage_workload)
 
     def _devices(self, parts: Sequence[PoolPart]) -> list[int]:
-        """Devices such as these, part by part; of one part, those of the largest pool of the kind."""
+        """Return the cluster's ranks for the devices of a stage, part by part.
+
+        A stage of a single part gets ranks of the largest pool of its kind, since pools of one kind are equally fast.
+        """
         if len(parts) == 1:
             return list(self._largest[parts[0].kind].ranks[: parts[0].size])
-        return [rank for part in parts for rank in self._ranks[part.kind, part.node][: part.size]]
+        return [rank for part in parts for rank in self._ranks_of_pool[part.kind, part.node][: part.size]]
 
     def _places(self, parts: Sequence[PoolPart]) -> list[int]:
-        """Place in its parts of every rank of their own cluster, whose ranks ascend."""
+        """Return the place of every rank of the stage's cluster, whose ranks are the devices in ascending order.
+
+        If the parts have devices 4, 5 and 1, rank 0 of the cluster is device 1, at place 2: places are 2, 0, 1.
+        """
         devices = self._devices(parts)
         return sorted(range(len(devices)), key=devices.__getitem__)
 
     def _key(self, parts: Sequence[PoolPart], micro_batch_size: int) -> tuple[object, ...]:
-        """All that a schedule depends on: kinds, which of them are on one node, and the links between nodes."""
+        """Return the cache key of a schedule: kinds, sizes, shared nodes and links of the parts, micro-batch size."""
         nodes = list(dict.fromkeys(part.node for part in parts))
         if len(parts) == 1:
             return parts[0].kind, parts[0].size, micro_batch_size

@@ -1,19 +1,23 @@
-"""Memory of a device of a pipeline's stage, as the runtime uses it, phase by phase.
+"""Memory of one device of a pipeline stage in every phase of a step, as the runtime allocates it.
 
-Layers need what they need in a job without pipelines (`ds_hetero.cost.terms.layer_memory`). Under 1F1B gradients of a
-micro-batch come while its activations go, and `AsymmetricGradientSync` takes them away during the last backward of a
-step. These are the phases:
+A layer needs as much as in a job without pipelines (`ds_hetero.cost.terms.layer_memory`), and so do its weights, its
+adapters and quantized weights included (`ds_hetero.cost.terms.trained`). Only trained parameters have gradients and
+optimizer state. Under 1F1B the gradients of a micro-batch appear while its activations are freed, and
+`AsymmetricGradientSync` sends them during the last backward of a step. These are the phases:
 
-    full     most micro-batches are in flight, and gradients of others have come if there are more of them
-    drained  there were no more: of those in flight the first has gone backward, and gradients of it have come
-    last     the last backward of a step begins, and with it the first bucket, made whole
-    sent     it has ended, and all buckets are on their way at once, as where links are slower than the backward
-    step     the optimizer's: sums of what the device owns, and what the optimizer makes beside them
+    full     The largest number of micro-batches is in flight. If a step has more micro-batches than are in flight,
+             gradients of earlier ones exist, too.
+    drained  Only if all micro-batches are in flight at once: the backward of the first one is over, and its gradients
+             exist.
+    last     The last backward of a step begins, and the first bucket is allocated.
+    sent     The last backward has ended, and all buckets are being sent; this happens if links are slower than the
+             backward.
+    step     The optimizer steps: sums of the gradients that the device owns, and the optimizer's temporaries.
 
-Each of the first three consists of the parts of a backward in `ds_hetero.cost.terms.phases.backward_phases`. The gather
-after the step needs less than the last backward, whose gradients it comes in place of.
+Each of the first three is divided into the phases of a backward (`ds_hetero.cost.terms.phases.backward_phases`). The
+gather of parameters after the step is not listed, since it needs less than the last backward.
 
-Tests hold the phases to the peaks of ``python -m benchmarks.pipelines --cases memory``.
+The phases are tested against the peaks of ``python -m benchmarks.pipelines --cases memory``.
 """
 
 from __future__ import annotations
@@ -30,85 +34,90 @@ from ds_hetero.cost.terms.memory_parts import Bytes, MemoryParts, peak_bytes
 from ds_hetero.cost.terms.phases import backward_phases
 from ds_hetero.cost.workload import Workload
 
-GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
+GRADIENT_SUM_BYTES = 4  # bytes of an element of a gradient sum: gradients of micro-batches add up in fp32
 
 
 class DeviceParameters(NamedTuple):
-    """Parameters on a device, and those of which it owns the optimizer state."""
+    """Weights on a device."""
 
-    parameters: float
-    owned: float
+    weight_bytes: float  # of all weights that the device holds, frozen ones included
+    trained: float  # number of trained parameters that the device holds
+    owned: float  # number of trained parameters whose optimizer state the device owns
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedStageMemory(StageMemory):
-    """Memory of a stage as the runtime uses it."""
+    """Memory of a device of a stage, as the runtime allocates it."""
 
-    workload: Workload  # bytes, recomputation and the optimizer's temporaries
-    layer: LayerMemory  # of a layer, on the device of its part with the most
-    logits: float  # where the stage has the head
-    of_layer: DeviceParameters  # of the model, by layer
-    of_end: DeviceParameters  # of the model, in the embedding, and as many in the head
-    largest: float  # elements of the largest parameter
-    holders: int  # of a parameter, who add up its gradients
-    communicators: tuple[float, float, float]  # of NCCL beyond the reserve, by the number of neighbouring stages
+    workload: Workload  # bytes of elements, recomputation, and the optimizer's temporaries
+    layer: LayerMemory  # memory of one layer, on the device of its part that needs the most
+    logits: float  # bytes of the loss, if the stage has the head
+    of_layer: DeviceParameters  # weights of one layer
+    of_end: DeviceParameters  # weights of the embedding; the head has as many
+    largest: float  # elements of the largest trained parameter
+    holders: int  # ranks that hold a parameter and add up its gradients
+    communicators: tuple[float, float, float]  # bytes of NCCL beyond the reserve, with 0, 1 and 2 neighbouring stages
 
     def communicator_bytes(self, first: bool, last: bool) -> float:
-        """See `StageMemory.communicator_bytes`."""
+        """Return the bytes of NCCL's communicators beyond the reserve, see `StageMemory.communicator_bytes`."""
         return self.communicators[2 - first - last]
 
     @property
     def layer_bytes(self) -> float:
-        """Model states of a layer."""
-        held, work = self.of_layer, self.workload
-        return (work.element_bytes + GRADIENT_SUM_BYTES) * held.parameters + work.optimizer_bytes * held.owned
+        """Bytes of a layer's model states: weights, gradient sums, and owned optimizer state."""
+        layer = self.of_layer
+        gradient_bytes = GRADIENT_SUM_BYTES * layer.trained
+        return layer.weight_bytes + gradient_bytes + self.workload.optimizer_bytes * layer.owned
 
     @property
-    def kept_bytes(self) -> float:
-        """Activations of a layer of one micro-batch in flight."""
+    def saved_bytes(self) -> float:
+        """Bytes of activations that a layer keeps for one micro-batch in flight."""
         return float(self.layer.input_bytes if self.workload.activation_checkpointing else self.layer.saved_bytes)
 
     def peak_bytes(
         self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
     ) -> Floats:
-        """See `StageMemory.peak_bytes`."""
+        """Return the peak memory over all phases, see `StageMemory.peak_bytes`."""
         return peak_bytes(self.phases(layers, first, last, in_flight, micro_batches))
 
     def phases(
         self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
     ) -> dict[str, MemoryParts]:
-        """Return the parts in every phase. The arguments are those of `peak_bytes`."""
-        work, layer, ends = self.workload, self.layer, first + last
-        parameters = layers * self.of_layer.parameters + ends * self.of_end.parameters
-        owned = layers * self.of_layer.owned + ends * self.of_end.owned
-        gradients, wire = GRADIENT_SUM_BYTES * parameters, work.element_bytes * parameters
-        bucket = np.minimum(work.buffers.sync_bytes(work.element_bytes), wire)
-        output = 0 if last else layer.input_bytes  # of a micro-batch in flight, until its backward is done
-        kept = layers * self.kept_bytes
+        """Return the parts of memory in every phase. The arguments are those of `peak_bytes`."""
+        work, layer, num_ends = self.workload, self.layer, first + last
+        trained = layers * self.of_layer.trained + num_ends * self.of_end.trained
+        owned = layers * self.of_layer.owned + num_ends * self.of_end.owned
+        gradient_bytes, sent_bytes = GRADIENT_SUM_BYTES * trained, work.element_bytes * trained
+        bucket_bytes = np.minimum(work.buffers.sync_bytes(work.element_bytes), sent_bytes)
+        output_bytes = 0 if last else layer.input_bytes  # of a micro-batch in flight, until its backward is done
+        saved_bytes = layers * self.saved_bytes  # of a micro-batch in flight
         resting = MemoryParts(
-            weights=wire,
+            weights=layers * self.of_layer.weight_bytes + num_ends * self.of_end.weight_bytes,
             optimizer_state=work.optimizer_bytes * owned,
-            exchange_buffers=2 * layer.input_bytes * (2 - ends),  # an input and an output of each neighbour
+            exchange_buffers=2 * layer.input_bytes * (2 - num_ends),  # an input and an output of each neighbour
             communicators=self.communicator_bytes(first, last),
         )
 
-        def backward(name: str, number: Bytes, gradients: Bytes, bucket: Bytes = 0.0) -> dict[str, MemoryParts]:
-            on_device = layer.input_bytes if work.offload_activations else number * kept
-            always = resting._replace(activations=on_device + number * output, gradients=gradients, bucket=bucket)
+        def backward(name: str, num_in_flight: Bytes, gradients: Bytes, bucket: Bytes = 0.0) -> dict[str, MemoryParts]:
+            """Return the phases of a backward while ``num_in_flight`` micro-batches are in flight."""
+            on_device = layer.input_bytes if work.offload_activations else num_in_flight * saved_bytes
+            activations = on_device + num_in_flight * output_bytes
+            always = resting._replace(activations=activations, gradients=gradients, bucket=bucket)
             phases = backward_phases(always, layer, self.logits * last, checkpointed=work.activation_checkpointing)
             return {f"{name}, {phase}": parts for phase, parts in phases.items()}
 
         if micro_batches is None or np.all(micro_batches > in_flight):
-            phases = backward("full", in_flight, gradients)
+            phases = backward("full", in_flight, gradient_bytes)
         else:
-            number = np.minimum(in_flight, micro_batches)
-            phases = backward("full", number, 0.0) | backward("drained", number - 1, np.sign(number - 1) * gradients)
-        last_one = backward("last", 1, gradients if micro_batches != 1 else 0.0, bucket)
-        del last_one["last, loss"]  # which is over before the bucket is made
-        phases |= last_one
+            most = np.minimum(in_flight, micro_batches)
+            phases = backward("full", most, 0.0)
+            phases |= backward("drained", most - 1, np.sign(most - 1) * gradient_bytes)
+        last_backward = backward("last", 1, gradient_bytes if micro_batches != 1 else 0.0, bucket_bytes)
+        del last_backward["last, loss"]  # the loss is over before the bucket is allocated
+        phases |= last_backward
         if self.holders > 1:
-            of_bucket = GRADIENT_SUM_BYTES / work.element_bytes * bucket / self.holders
-            phases["sent"] = resting._replace(bucket=2 * wire, step=of_bucket)
-        temporary = work.buffers.optimizer_bytes * self.largest
-        phases["step"] = resting._replace(step=GRADIENT_SUM_BYTES * owned + temporary)
+            owned_sum_bytes = GRADIENT_SUM_BYTES / work.element_bytes * bucket_bytes / self.holders
+            phases["sent"] = resting._replace(bucket=2 * sent_bytes, step=owned_sum_bytes)
+        temporary_bytes = work.buffers.optimizer_bytes * self.largest
+        phases["step"] = resting._replace(step=GRADIENT_SUM_BYTES * owned + temporary_bytes)
         return phases

@@ -1,13 +1,13 @@
-"""All-to-all of a group (Ulysses), whose bytes add up at the ports of a device.
+"""Time of a group's Ulysses all-to-all, from the sum of bytes at each port.
 
 HexiSeq's Eq. 9 takes the slowest pair alone, so a group of many ranks exchanges almost for free (arXiv:2605.07569,
 section A.4). Here a rank sends everything for other nodes through one network port and everything for its own node
-through one inner port (NVLink, PCIe); the two work side by side. Nodes whose ranks share a NIC or a switch are bound by
-the sum of their bytes as well.
+through one inner port (NVLink, PCIe); the two work side by side. Where the ranks of a node share a NIC or a switch, the
+sum of their bytes is a bound, too.
 
-The exchange moves s_d x w_j bytes from rank d to rank j, where w counts q, k and v on the way in. With tokens and
-weights trading places the same function gives the way back, because ports are equally fast both ways. Three ranks of a
-node with s = 4, 2, 1 tokens and w = 10, 20, 30 bytes per token:
+Rank d sends s_d x w_j bytes to rank j: s are tokens, and w are bytes per token, q, k and v of rank j's heads together.
+On the way back rank j sends s_d x w_j bytes to rank d, where w counts the output. Ports are equally fast both ways, so
+the same function computes this, too. Three ranks of a node with s = 4, 2, 1 tokens and w = 10, 20, 30 bytes per token:
 
     rank 0 sends      4 x (20 + 30) = 200,  receives  10 x (2 + 1) = 30
     rank 1 sends      2 x (10 + 30) =  80,  receives  20 x (4 + 1) = 100
@@ -27,7 +27,7 @@ from ds_hetero.cost.terms.grouping import Grouping
 
 
 def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Floats:
-    """Transfer time of one all-to-all in every group, without latency, ``[B, K]``.
+    """Return the transfer time of one all-to-all in every group, without latency, ``[B, K]``.
 
     Args:
         tokens_BD: s, tokens of every rank.
@@ -36,8 +36,8 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
     slice_D = grouping.node_slices.part_of
     amount_2BD = np.array([tokens_BD, bytes_BD])
     amount_2BN = grouping.node_slices.reduce(np.add, amount_2BD)
-    # A rank sends its tokens to others' bytes, and receives others' tokens for its bytes: what it has of one, times
-    # what the others have of the other one. [::-1] makes bytes and tokens of tokens and bytes.
+    # A rank sends its tokens x the others' bytes, and receives its bytes x the others' tokens. [::-1] swaps the two:
+    # row 0 is tokens x others' bytes (sent), row 1 is bytes x others' tokens (received).
     others_on_node_2BD = amount_2BN[::-1, :, slice_D] - amount_2BD[::-1]
     inside_2BD = amount_2BD * others_on_node_2BD
     port_s_BD = inside_2BD.max(axis=0) * grouping.inner_s_per_byte
@@ -54,10 +54,10 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
 
 
 def _other_nodes_s_per_unit(grouping: Grouping, amount_N: Floats) -> Floats:
-    """Units in the other slices of a slice's group, times the seconds per byte to get there, ``[..., N]``.
+    """Sum ``amount_N`` times the seconds per byte over the other node slices of a slice's group, ``[..., N]``.
 
-    Of slices a, b and c on nodes of three places: ``amount[b] * s_per_byte[a, b] + amount[c] * s_per_byte[a, c]`` for
-    a. Slices of one place are summed up first, so that 32 equal nodes are one site and not 992 pairs.
+    For slice a of a group with slices a, b and c on nodes of three places this is ``amount[b] * s_per_byte[a, b] +
+    amount[c] * s_per_byte[a, c]``. Slices of one place are added first: 32 equal nodes are one site, not 992 pairs.
     """
     source_P, destination_P, _, _ = grouping.site_pairs
     rates = grouping.all_to_all_rates
@@ -65,17 +65,18 @@ def _other_nodes_s_per_unit(grouping: Grouping, amount_N: Floats) -> Floats:
     weighted_P = amount_S[..., destination_P] * rates.pair_s_per_byte
     weighted_S = np.zeros_like(amount_S)
     weighted_S[..., source_P[rates.first_pair]] = np.add.reduceat(weighted_P, rates.first_pair, axis=-1)
-    # The pair of a site with itself has counted the slice's own amount.
+    # The pair of a site with itself has counted this slice's amount, which does not travel: subtract it.
     return np.asarray(weighted_S[..., grouping.sites.part_of] - rates.within_s_per_byte * amount_N)
 
 
 def _shared_ports_s(grouping: Grouping, tokens_BN: Floats, bytes_BN: Floats, kept_BN: Floats) -> Floats:
-    """Time of an exchange at the NICs and switches that ranks of a node share, ``[B, K]``.
+    """Return the time of an all-to-all at the NICs and switches that the ranks of a node share, ``[B, K]``.
 
-    All groups exchange at once, so the bytes of all slices of a node add up; a group waits for the ports that it uses.
+    All groups exchange at the same time, so the bytes of all groups on a node add up. A group waits for the ports that
+    it uses.
 
     Args:
-        kept_BN: tokens times bytes of every rank, which do not leave it.
+        kept_BN: bytes that ranks keep for themselves: the sum of tokens x bytes over the ranks of a slice.
     """
     cluster, group_N, node_N = grouping.cluster, grouping.slice_group, grouping.slice_node
     group_tokens_BN = np.add.reduceat(tokens_BN, grouping.first_slice, axis=1)[:, group_N]

@@ -1,7 +1,8 @@
-"""FLOPs and memory traffic of one transformer layer, per token: numbers in, numbers out.
+"""FLOPs and memory traffic of one transformer layer, per token.
 
-Every count is for one sequence; multiply by the micro-batch. Backward is counted apart from forward. A mixer is the
-attention or the recurrence of a layer; MLPs are shared out over the mixers.
+Every count is for one sequence; multiply by the micro-batch. Backward is counted apart from forward. A mixer is an
+attention or a recurrence. A model whose layers have both has more mixers than MLPs, so each mixer's count includes
+only its fraction of an MLP (`_mlps_per_mixer`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.models.trained_weights import adapter_widths
 
-# Per query token x key token x head x head_dim, no causal discount. QK^T and PV are two products forward; backward
-# computes the scores again and dV, dP, dQ, dK: five products (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
+# Per query token x key token x head x head_dim, no causal discount. QK^T and PV are two matmuls forward; backward
+# computes the scores again and dV, dP, dQ, dK: five matmuls (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
 # HexiSeq's Eq. 7 counts 16 in all: 4 forward, 4 recomputed and 8 backward.
 ATTENTION_FORWARD_FLOPS = 4
 ATTENTION_BACKWARD_FLOPS = 10
@@ -22,15 +23,15 @@ ADAPTER_INPUT_ELEMENTS, ADAPTER_OUTPUT_ELEMENTS = 4, 5  # see `adapter_elements`
 
 
 class _Kernels(NamedTuple):
-    """Elements that transformers' layers move in one pass where every operation is a kernel, in elements of 16 bits.
+    """16-bit elements that one eager pass of transformers' layers reads and writes, per element of the tensor.
 
-    Counted in the real code (python -m benchmarks.fake_gpu.played record) of Llama and Qwen3 of 1B to 8B.
+    Counted by running the real code of Llama and Qwen3 of 1B to 8B: python -m benchmarks.fake_gpu.played record.
     """
 
-    norm: float  # RMSNorm, in fp32, of each of its elements
-    activation: float  # gate, and product of both, of each of the MLP's width
-    rotary: float  # of each element of q and k
-    residual: float  # additions, and sums of gradients, of each of the hidden size
+    norm: float  # RMSNorm, which computes in fp32, per element of its input
+    activation: float  # activation of the gate and product with up, per element of the MLP's width
+    rotary: float  # rotary embedding, per element of q and k
+    residual: float  # residual additions and sums of gradients, per element of the hidden size
 
 
 EAGER_FORWARD = _Kernels(norm=18, activation=5, rotary=12.4, residual=6)
@@ -39,8 +40,21 @@ EAGER_BACKWARD = _Kernels(norm=50.5, activation=9, rotary=12, residual=20)
 MATMUL_BACKWARD = 2  # gradients of the input and of the weight, as many FLOPs each as the forward matmul
 
 
+def visible_share(model: ModelSpec, seq_len: int) -> float:
+    """Share of causal attention's query-key pairs that sliding windows leave; the mean over attention layers.
+
+    A query sees ``window`` keys, and the first queries fewer: w L - w^2 / 2 pairs instead of L^2 / 2. Only FLOPs are
+    multiplied by this share: keys and values that travel around a ring count in full.
+    """
+    if not model.window_layers:
+        return 1.0
+    seen = min(model.window / seq_len, 1.0)
+    of_windows = model.window_layers / model.attention_layers
+    return 1 - of_windows * (1 - seen) ** 2
+
+
 def matmul_flops(model: ModelSpec) -> float:
-    """Forward FLOPs of all matmuls with weights of an attention layer, per token: two per weight.
+    """Forward FLOPs per token of the matmuls with weights of one layer, attention and MLP: two per weight.
 
     With the 4H-wide MLP of GPT this is 24 H^2, a third of HexiSeq's Eq. 5 (72 H^2, forward and backward).
     """
@@ -61,10 +75,10 @@ def adapter_flops(model: ModelSpec, rank: int) -> float:
 
 
 def adapter_elements(model: ModelSpec, rank: int) -> float:
-    """Elements that adapters read and write forward, per token; as many backward.
+    """Elements that a layer's adapters read and write forward, per token; as many backward. 0 for ``rank`` 0.
 
-    Of every matmul's input a dropout and a cast (two reads, two writes), of its output a scaling and an addition to
-    the frozen matmul's (three reads, two writes), as in PEFT's ``Linear.forward``.
+    PEFT's ``Linear.forward`` applies dropout and a cast to the input of every matmul (two reads, two writes), and a
+    scaling and an addition to its output (three reads, two writes).
     """
     into, out = adapter_widths(model, experts=max(model.experts_per_token, 1))
     return float(ADAPTER_INPUT_ELEMENTS * into + ADAPTER_OUTPUT_ELEMENTS * out) if rank else 0.0
@@ -75,32 +89,34 @@ def mlp_flops(model: ModelSpec) -> float:
     return 2 * _mlps_per_mixer(model) * model.active_mlp_parameters
 
 
-def last_product_flops(model: ModelSpec) -> float:
-    """FLOPs of the last matmul of a dense MLP, a part of `mlp_flops`; 0 of experts, which end otherwise."""
+def down_projection_flops(model: ModelSpec) -> float:
+    """FLOPs of the last matmul of a dense MLP, a part of `mlp_flops`; 0 for experts, which end with a weighted sum."""
     return 0.0 if model.num_experts else 2 * _mlps_per_mixer(model) * model.mlp_size * model.hidden_size
 
 
 def _mlps_per_mixer(model: ModelSpec) -> float:
-    """MLPs per mixer: half a one where a layer holds an attention and a recurrence."""
+    """MLPs per mixer: 0.5 if every layer has both an attention and a recurrence."""
     if model.recurrent is None:
         return 1
-    return model.num_layers / (model.recurrent.num_layers + model.recurrent.num_attention_layers)
+    return model.num_mlps / (model.recurrent.num_layers + model.recurrent.num_attention_layers)
 
 
 def elementwise_elements(model: ModelSpec, cut: int = 1) -> float:
     """Elements that memory-bound kernels of an attention layer read and write forward, per token; twice that backward.
 
     Two norms (read, write), two residual additions (two reads, one write), rotary embedding of q and k (read, write)
-    and the activation (read and write the MLP's width; read it twice if gated). HexiSeq's Eq. 4 counts 20 H with the
-    operands of the products in it, which here belong to the products' own efficiency. Ranks that ``cut`` a layer by
-    heads and columns cut rotary embedding and activation too, and each computes norms and residuals.
+    and the activation (read and write the MLP's width; read it twice if gated). HexiSeq's Eq. 4 counts 20 H, which
+    includes the operands of matmuls; here the efficiency of a matmul covers these.
+
+    Args:
+        cut: ranks of tensor parallelism. They share rotary embedding and activation; each computes norms and residuals.
     """
     rotary = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim / cut
     return rotary + _mlps_per_mixer(model) * (10 * model.hidden_size + _activation_elements(model) / cut)
 
 
 def eager_elements(model: ModelSpec, *, backward: bool, cut: int = 1) -> float:
-    """`elementwise_elements` of one pass of a gated MLP and RMSNorm as transformers runs them, kernel by kernel."""
+    """`elementwise_elements` of one eager pass, in which transformers runs every operation as a kernel of its own."""
     kernels = EAGER_BACKWARD if backward else EAGER_FORWARD
     qk_width = (model.num_heads + model.num_kv_heads) * model.head_dim / cut
     qk = (kernels.rotary + kernels.norm * model.head_norms) * qk_width
@@ -110,7 +126,10 @@ def eager_elements(model: ModelSpec, *, backward: bool, cut: int = 1) -> float:
 
 
 def recomputed_elements(model: ModelSpec, workload: Workload) -> float:
-    """Elements of norms and activations that selective recomputation, or Liger's MLP, computes again, per token."""
+    """Elements per token that memory-bound kernels read and write in the backward to recompute parts of a layer.
+
+    Liger's MLP recomputes its activation, selective checkpointing the activation and both norms; else 0.
+    """
     if workload.selective_checkpointing:
         return 4 * model.hidden_size + _activation_elements(model)
     return float(_activation_elements(model)) if workload.fused_kernels else 0.0
@@ -125,18 +144,25 @@ def recurrent_elements(model: ModelSpec) -> float:
     return convolution_and_gate + _mlps_per_mixer(model) * norms_residuals_and_activation
 
 
-def _activation_elements(model: ModelSpec) -> int:
-    """Elements that the activation of the MLP reads and writes."""
+def _activation_elements(model: ModelSpec) -> float:
+    """Elements that the activation of the MLP reads and writes, per token."""
     return (3 if model.gated_mlp else 2) * _mlp_width(model)
 
 
-def _mlp_width(model: ModelSpec) -> int:
-    """Inner width of all MLPs that a token passes in a layer."""
-    return model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
+def _mlp_width(model: ModelSpec) -> float:
+    """Inner width of the MLP in elements; with experts, of all experts that one token uses.
+
+    The mean of all MLPs where some layers have no experts.
+    """
+    width = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
+    if not model.dense_layers:
+        return width
+    with_experts = model.num_mlps - model.dense_layers
+    return (with_experts * width + model.dense_layers * model.dense_mlp_size) / model.num_mlps
 
 
 def logit_flops(model: ModelSpec, *, tiled: bool, frozen: bool = False) -> int:
-    """FLOPs of the head, forward (twice in tiles) and backward, per token; a frozen one has no weight gradient."""
+    """FLOPs of the head per token: forward, again if tiled, and backward, which has no weight gradient if frozen."""
     passes = (4 if tiled else 3) - frozen
     return 2 * model.hidden_size * model.vocab_size * passes
 
@@ -147,12 +173,13 @@ def logit_elements(model: ModelSpec) -> int:
 
 
 def training_flops(model: ModelSpec, seq_len: int, *, causal: bool) -> float:
-    """FLOPs that a training needs per token, for MFU (PaLM, arXiv:2204.02311, appendix B): nothing computed twice.
+    """FLOPs of training per token, as MFU counts them (PaLM, arXiv:2204.02311, appendix B): without recomputation.
 
-    Three times the forward of all matmuls and of attention, of whose scores a causal mask needs half. Scans of
-    recurrent layers are left out.
+    This is three times the forward of all matmuls and of attention. A causal mask needs half of attention's scores, and
+    a window its band. Scans of linear-attention and SSM layers are left out.
     """
-    scores = (0.5 if causal else 1.0) * seq_len * model.num_heads * model.head_dim
+    pairs = (0.5 * visible_share(model, seq_len) if causal else 1.0) * seq_len
+    scores = pairs * model.num_heads * (model.head_dim + model.value_dim) / 2
     attention = model.attention_layers * (matmul_flops(model) + ATTENTION_FORWARD_FLOPS * scores)
     recurrent = 0.0 if model.recurrent is None else model.recurrent.num_layers * recurrent_matmul_flops(model)
     return 3 * (attention + recurrent + 2 * model.hidden_size * model.vocab_size)

@@ -10,17 +10,19 @@ from ds_hetero.models.shapes import ModelSpec
 
 
 class Gathered(NamedTuple):
-    """Bytes of parameters that ZeRO-3 has gathered on a rank, of which `Buffers` says how many it gathers ahead."""
+    """Bytes of parameters that ZeRO-3 has gathered on a rank; `Buffers` limits how many it gathers ahead."""
 
-    in_layers: float = 0.0
-    at_loss: float = 0.0
-    arriving: float = 0.0  # buffers in which several arrived, until the last of these is used
+    in_layers: float = 0.0  # while layers run
+    at_loss: float = 0.0  # while the head and the loss run
+    arriving: float = 0.0  # prefetch buffer that several parameters share, until the last of them has been used
 
     @classmethod
     def of(cls, model: ModelSpec, workload: Workload) -> Gathered:
-        """DeepSpeed gathers ahead until it has its limit, and then half a matrix more in the mean, or the embedding.
+        """Compute the bytes for a model and a workload; 0 below ZeRO-3.
 
-        Without DeepSpeed's buffers two layers and the head are gathered, as FSDP does.
+        DeepSpeed gathers ahead until it exceeds ``stage3_max_live_parameters``, by half a matrix on average. If all
+        parameters but the embedding fit under the limit, it gathers that, too. A workload without DeepSpeed's buffers
+        (``live_parameters`` 0) gathers two layers and the head, as FSDP does.
         """
         if workload.zero_stage != 3:
             return cls()

@@ -38,7 +38,7 @@ class GroupBy:
 
     @property
     def first(self) -> Ints:
-        """One item of every part, ``[P]``."""
+        """First item of every part, ``[P]``."""
         return self.order[self.starts]
 
     @cached_property
@@ -54,21 +54,23 @@ class GroupBy:
         return part_of
 
     def reduce(self, reduce: np.ufunc, values_I: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``reduce`` (such as ``np.maximum``) over the items of every part: ``[..., I]`` to ``[..., P]``."""
+        """Apply ``reduce`` (such as ``np.maximum``) to the items of every part: ``[..., I]`` to ``[..., P]``."""
         return np.asarray(reduce.reduceat(values_I.take(self.order, axis=-1), self.starts, axis=-1))
 
 
 def run_starts(values: Ints) -> Ints:
-    """Where every run of equal values begins: 5 5 7 -> 0 2. Values must not be negative.
+    """Return the indices at which runs of equal values begin: 5 5 7 -> 0 2. Values must not be negative.
 
-    numpy's ``diff`` takes much longer on the short arrays of a search.
+    This is faster than numpy's ``diff`` on the short arrays of a search.
     """
     is_start = np.concatenate([values[:1] >= 0, values[1:] != values[:-1]])
     return np.flatnonzero(is_start)
 
 
 def pairs_within_runs(labels: Ints) -> tuple[Ints, Ints]:
-    """All ordered pairs of items with one label, sorted by source, then by destination; equal labels are adjacent.
+    """List all ordered pairs of items with equal labels, sorted by source, then by destination.
+
+    Equal labels must be adjacent. An item is also a pair with itself.
 
     labels            5  5  7           runs are items 0 and 1, and item 2
     run_size          2  2  1           by item: so many pairs have it as their source

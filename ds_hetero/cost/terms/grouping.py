@@ -1,7 +1,7 @@
-"""Groups of ranks and the places where they meet in the network, in arrays: no tokens, no heads.
+"""Partition of a cluster's ranks into groups, and the rates and latencies between and inside them, as arrays.
 
-A search tries many assignments of tokens and heads over one partition, so whatever depends on the partition and the
-cluster alone is computed once.
+A search tries many assignments of tokens and heads for one partition. This module computes once all values that depend
+on the partition and the cluster alone.
 
     node slice   the ranks of one group on one node
     site         the node slices of one group whose nodes have the same place in the network (`Cluster.place`)
@@ -30,15 +30,15 @@ class SitePairs(NamedTuple):
     source: Ints  # site
     destination: Ints  # site
     sender: Ints  # a node of the source
-    receiver: Ints  # a node of the destination; another one than `sender` where both are one site
+    receiver: Ints  # a node of the destination; differs from `sender` also where source and destination are one site
 
 
 class AllToAllRates(NamedTuple):
-    """Seconds per byte of an all-to-all between nodes."""
+    """All-to-all rates: seconds per byte between nodes, by pair of sites and inside each site."""
 
-    pair_s_per_byte: Floats  # of every pair of sites, ``[P]``
-    first_pair: Ints  # of every source that has pairs
-    within_s_per_byte: Floats  # between two nodes of a node slice's own site, ``[N]``; 0 where it has one node
+    pair_s_per_byte: Floats  # seconds per byte of every pair of sites, ``[P]``
+    first_pair: Ints  # index of the first pair of every source that has pairs
+    within_s_per_byte: Floats  # seconds per byte between two nodes of a node slice's site, ``[N]``; 0 if it has one
 
 
 class Grouping:
@@ -46,8 +46,8 @@ class Grouping:
 
     Args:
         cluster: gives every rank's node.
-        groups: ranks of every group, groups in ring order, ranks in the order of the head cut; every rank of the
-            cluster once, no group empty.
+        groups: ranks of every group. Groups are in ring order, ranks in the order in which they get heads. Every rank
+            of the cluster is in one group, and no group is empty.
         zigzag: layout of the positions; only causal attention depends on it.
 
     Attributes:
@@ -68,16 +68,16 @@ class Grouping:
 
     @classmethod
     def of_schedule(cls, cluster: Cluster, schedule: Schedule) -> Grouping:
-        """The grouping of a schedule whose ranks begin at 0."""
+        """Make the grouping of a schedule whose ranks begin at 0."""
         return cls(cluster, [group.ranks for group in schedule.ring_groups], zigzag=schedule.layout == "zigzag")
 
     @property
     def num_groups(self) -> int:
-        """K."""
+        """Number of groups, K."""
         return len(self.sizes)
 
     def by_group(self, reduce: np.ufunc, values_D: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``reduce`` (such as ``np.maximum``) over the ranks of every group: ``[..., D]`` to ``[..., K]``."""
+        """Apply ``reduce`` (such as ``np.maximum``) to the ranks of every group: ``[..., D]`` to ``[..., K]``."""
         in_order_D = values_D.take(self.order, axis=-1)
         has_single_ranks_only = len(self.sizes) == len(self.order)
         if has_single_ranks_only:
@@ -86,7 +86,7 @@ class Grouping:
 
     @cached_property
     def ring_transfers(self) -> dict[tuple[int, float, bytes], tuple[Any, Any, Any]]:
-        """Results that `ring_transfers_s` keeps, by query heads of a KV head, mean length and heads of all ranks."""
+        """Cache of `ring_transfers_s`, by query heads per KV head, mean length, and heads of all ranks as bytes."""
         return {}
 
     # --- node slices
@@ -113,11 +113,12 @@ class Grouping:
 
     @cached_property
     def _slices_by_node(self) -> tuple[Ints, Ints]:
+        """Node slices sorted by node, ``[N]``, and the place at which every node's slices begin, ``[nodes]``."""
         order = np.argsort(self.slice_node, kind="stable")
         return order, run_starts(self.slice_node[order])
 
     def by_node(self, reduce: np.ufunc, values_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``reduce`` over the node slices of every node: ``[..., N]`` to ``[..., nodes]``."""
+        """Apply ``reduce`` to the node slices of every node: ``[..., N]`` to ``[..., nodes]``."""
         order, starts = self._slices_by_node
         return np.asarray(reduce.reduceat(values_N.take(order, axis=-1), starts, axis=-1))
 
@@ -133,8 +134,8 @@ class Grouping:
         """Ordered pairs of sites of one group.
 
         Two different sites of a group are a pair in both directions. A site of several node slices is also a pair with
-        itself, whose two nodes are different ones of its place. Three sites, of which sites 0 (two nodes) and 1 are
-        group 0's, and site 2 is group 1's:
+        itself, for the traffic between its nodes; sender and receiver are then two different nodes of its place.
+        Example: group 0 has site 0 (two nodes) and site 1, group 1 has site 2:
 
             source        0  0  1
             destination   0  1  0
@@ -145,11 +146,11 @@ class Grouping:
         exists = (source != destination) | spans_nodes[source]
         source, destination = source[exists], destination[exists]
         place_of_site = self.cluster.place[self.slice_node[slice_of_site]]
-        sending_node, receiving_node = self.cluster.place_nodes  # of every pair of places
+        sending_node, receiving_node = self.cluster.place_nodes  # tables by pair of places
         places = place_of_site[source], place_of_site[destination]
         return SitePairs(source, destination, sending_node[places], receiving_node[places])
 
-    # --- what an all-to-all takes, whatever tokens and heads are
+    # --- rates and latencies of all-to-alls, for any tokens and heads
 
     @cached_property
     def inner_s_per_byte(self) -> Floats:
@@ -169,9 +170,9 @@ class Grouping:
 
     @cached_property
     def exchange_latency_s(self) -> Floats:
-        """Time of one all-to-all that does not depend on its bytes, by group, ``[K]``; 0 for single ranks.
+        """Start-up time of one all-to-all in every group, ``[K]``; 0 for single ranks.
 
-        The largest latency of its pairs, and the host's time of the slowest member.
+        This is the largest latency of any pair of ranks, plus the host's time on the slowest rank.
         """
         node, latency_s = self.slice_node, self.cluster.node_all_to_all_latency_s
         inside_N = np.where(self.node_slices.sizes > 1, latency_s[node, node], 0.0)

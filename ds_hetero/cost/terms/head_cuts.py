@@ -1,8 +1,8 @@
-"""Head cuts of neighbouring groups: which KV heads travel from whom to whom in a step of the ring.
+"""Transfers of KV heads in one ring step, when neighbouring groups split the query heads at different places.
 
-Every group cuts the same N query heads at its own places. Written out head by head, the owner of head h in group k
-is one entry of a table, and neighbours in the ring exchange what their rows have in common; the runs of equal
-pairs are the sub-ring tasks of HexiSeq (arXiv:2605.07569, section 3.2) joined where one pair holds several.
+A table lists the owner of every head in every group. Head h travels from its owner in one group to its owner in the
+next. Adjacent heads with the same sender and receiver are one edge. An edge may join several sub-ring tasks of HexiSeq
+(arXiv:2605.07569, section 3.2), which also end where any other group splits the heads.
 
 Two groups of ranks 0, 1 and 2, 3 that cut four heads at 3 and at 1:
 
@@ -30,16 +30,17 @@ class Edges(NamedTuple):
 
     sender: Ints  # global rank, ``[E]``
     receiver: Ints  # global rank, ``[E]``
-    heads: Floats  # query heads, or KV heads, that travel between the two, ``[E]``; see `ring_edges`
+    heads: Floats  # number of query heads, or of KV heads, that travel along the edge, ``[E]``; see `ring_edges`
     starts: Ints  # first edge of every (assignment, position), ``[B * K]``; each has at least one
 
 
 def ring_edges(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int | None = None) -> Edges:
-    """Edges from every group to the next one in the ring.
+    """Return the edges from every group to the next one in the ring.
 
-    With ``queries_per_kv_head`` the heads are KV heads: a KV head that a cut of *any* group divides travels once for
-    each task that needs it, as in the runtime, whose tasks are the common refinement of all groups' cuts.
-    Without it they are query heads (HexiSeq counts full-width KV).
+    Args:
+        queries_per_kv_head: count KV heads. Where *any* group splits the query heads of one KV head between ranks, the
+            KV head travels once for each part, as in the runtime, whose sub-ring tasks are the common refinement of
+            all groups' splits. None: count query heads, as HexiSeq does.
     """
     num_sets, num_groups = len(heads_BD), grouping.num_groups
     owner_BKN = _owners(grouping, heads_BD)
@@ -65,17 +66,22 @@ def ring_edges(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int | No
 
 
 def _owners(grouping: Grouping, heads_BD: Ints) -> Ints:
-    """The rank that has each head in each group, ``[B, K, N]``."""
+    """Return the rank that owns every head in every group, ``[B, K, N]``."""
     num_sets, num_groups = len(heads_BD), grouping.num_groups
     heads_in_order_BD = heads_BD[:, grouping.order]
     ranks_BD = np.full(heads_in_order_BD.shape, grouping.order)
     counts = heads_in_order_BD.ravel().astype(np.intp, copy=False)
-    # Every rank as often as it has heads; each group has N of them, so that the result is a table.
+    # Repeat every rank as often as it has heads. Each group has N heads, so the result is a table.
     return ranks_BD.ravel().repeat(counts).reshape(num_sets, num_groups, -1)
 
 
 def _kv_heads_of_edges(is_cut_BKN: Bools, first_head_E: Ints, queries_per_kv_head: int) -> Floats:
-    """KV heads that travel along every edge, ``[E]``, from the cuts between query heads, ``[B, K, N - 1]``."""
+    """Count the KV heads that travel along every edge, ``[E]``.
+
+    Args:
+        is_cut_BKN: whether two adjacent query heads have different owners, ``[B, K, N - 1]``.
+        first_head_E: first head of every edge, as an index into the flat table ``[B, K, N]``.
+    """
     num_sets, num_groups, num_heads = is_cut_BKN.shape[0], is_cut_BKN.shape[1], is_cut_BKN.shape[2] + 1
     begins_kv_head_N = np.arange(num_heads) % queries_per_kv_head == 0
     begins_task_BN = np.repeat(begins_kv_head_N[None], num_sets, axis=0)
@@ -86,14 +92,15 @@ def _kv_heads_of_edges(is_cut_BKN: Bools, first_head_E: Ints, queries_per_kv_hea
 
 
 def kv_heads_of_ranks(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> Ints:
-    """KV heads that every rank needs for its query heads, ``[B, D]``; one on a cut counts on both sides.
+    """Count the KV heads that every rank needs for its query heads, ``[B, D]``.
 
-    Query heads 3 to 7 of a model with 2 of them per KV head need KV heads 1 to 3: ceil(8 / 2) - floor(3 / 2) = 3.
+    A KV head whose query heads are on two ranks counts on both. With 2 query heads per KV head, a rank with query heads
+    3 to 7 needs KV heads 1 to 3: ceil(8 / 2) - floor(3 / 2) = 3.
     """
     if queries_per_kv_head == 1:
         return heads_BD
     in_order_BD = heads_BD[:, grouping.order]
-    # Summed over all groups, not over one: every group has N heads, and N is a multiple of the query heads per KV head.
+    # One running sum over all groups does: each group adds N heads, a multiple of the query heads per KV head.
     stop_BD = np.cumsum(in_order_BD, axis=1)
     start_BD = stop_BD - in_order_BD
     kv_stop_BD = -(-stop_BD // queries_per_kv_head)

@@ -1,7 +1,7 @@
-"""Memory of one layer on a rank: one formula per kind of layer, however ranks share its work.
+"""Memory of one layer on a rank: one formula per kind of layer, for any way in which ranks share its work.
 
-Every memory of this package is made of these: of jobs that share sequences (`ds_hetero.cost.terms.phases`), and of
-stages of pipelines (`ds_hetero.cost.stages.stage_memory`).
+Two memory models add up these bytes: that of sequence parallelism (`ds_hetero.cost.terms.phases`) and that of pipeline
+stages (`ds_hetero.cost.stages.stage_memory`).
 
 Dimension key: D ranks, K groups.
 """
@@ -20,35 +20,39 @@ from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
-LOGIT_TILE_TOKENS = 1024  # of a tiled loss where nobody says its size; chosen, never measured
-LOSS_CHUNK_TOKENS = 1024  # whose softmax exists in fp32 at once, of `ds_hetero.runtime.loss`
-MLP_TILE_TOKENS = 4096  # of a tiled MLP; what `ds-hetero fit` advises for "tile_tokens"; chosen, never measured
+LOGIT_TILE_TOKENS = 1024  # tokens of a tile of the loss, if "tile_tokens" is not set; chosen, never measured
+LOSS_CHUNK_TOKENS = 1024  # tokens whose softmax is in fp32 at the same time, in `ds_hetero.runtime.loss`
+MLP_TILE_TOKENS = 4096  # tokens of a tile of the MLP, which `ds-hetero fit` advises, too; chosen, never measured
 WIDE = 4  # bytes of fp32
-_NORM_COPIES = 5  # of the tokens in fp32, in the backward of transformers' RMSNorm: python -m benchmarks.fake_gpu peaks
+# fp32 copies of all tokens in the backward of transformers' RMSNorm: python -m benchmarks.fake_gpu peaks
+_NORM_COPIES = 5
 
 
 class LayerShare(NamedTuple):
-    """Shares of ranks in a layer, in a micro-batch of all its sequences; numbers by rank, ``[D]``.
+    """Work of every rank in one layer, for all sequences of a micro-batch; numbers by rank, ``[D]``.
+
+    A row is one token of one head.
 
     Args:
-        visited: of the keys that visit a group last, with which the backward begins, as far as this rank sees them.
+        visited: rows of the KV block that visits last in the forward, with which the backward therefore begins; only
+            rows whose keys this rank's queries see count.
     """
 
-    tokens: Floats  # outside attention
-    tokens_at_once: Floats  # of an MLP in tiles, those of a tile; else all
-    rows: Floats  # of queries in attention: tokens by heads
-    kv_rows: Floats  # of keys, and as many of values
+    tokens: Floats  # tokens outside attention
+    tokens_at_once: Floats  # tokens of a tile of the MLP; all tokens if it is not tiled
+    rows: Floats  # query rows in attention
+    kv_rows: Floats  # key rows, and as many value rows
     visited: Bytes = 0.0
-    visiting: Bytes = 0.0  # of the longest block of keys that visits
-    in_ring: bool = False  # whether any do
-    copied: Bytes = 0.0  # 1 where attention's output is copied on its way to its projection, as an exchange does
-    cut: int = 1  # ranks that cut matmuls by heads and columns; norms and residuals are whole on every one
+    visiting: Bytes = 0.0  # rows of the longest KV block that visits
+    in_ring: bool = False  # whether KV blocks of other groups visit
+    copied: Bytes = 0.0  # 1 if an all-to-all copies attention's output on its way to the output projection, else 0
+    cut: int = 1  # ranks that shard the layer's matmuls by heads and columns; norms and residuals are not sharded
 
     @classmethod
     def of_sequence(
         cls, model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
     ) -> LayerShare:
-        """Return the shares of ranks that share sequences; leading dimensions of the arguments are kept."""
+        """Return the work of ranks under sequence parallelism; leading dimensions of the arguments are kept."""
         batch = workload.micro_batch
         length_K = grouping.by_group(np.add, tokens_D)
         length_D = batch * length_K[..., grouping.group_of]
@@ -68,7 +72,7 @@ class LayerShare(NamedTuple):
 
     @classmethod
     def of_cut(cls, model: ModelSpec, workload: Workload, size: int) -> LayerShare:
-        """Return the share of each of ``size`` ranks that cut layers by heads and columns, or of one rank alone."""
+        """Return the work of each of ``size`` ranks under tensor parallelism; one rank computes the whole layer."""
         tokens = np.array([float(workload.micro_batch * workload.seq_len)])
         return cls(
             tokens=tokens,
@@ -80,48 +84,77 @@ class LayerShare(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """Bytes of a layer, by rank ``[D]``; of layers of several kinds, of the one that needs the most."""
+    """Bytes that one layer needs on every rank, ``[D]``; if layers are of several kinds, those of the largest layer."""
 
-    input_bytes: Bytes
-    saved_bytes: Bytes  # that its backward needs
-    mlp_saved_bytes: Bytes  # the MLP's part of that
-    mlp_grad_bytes: Bytes  # what the backward of its MLP makes beyond what is saved, or of the norm before it
-    weight_grad_bytes: Bytes  # of one of the MLP's matrices
+    input_bytes: Bytes  # input of the layer
+    kept_bytes: Bytes  # results of attention that stay for the layer's recomputation; 0 if none stay
+    saved_bytes: Bytes  # activations that autograd saves for its backward
+    mlp_saved_bytes: Bytes  # the part of `saved_bytes` that the MLP saves
+    mlp_grad_bytes: Bytes  # allocated by the backward of the MLP, or by that of the norm before it if that is more
+    weight_grad_bytes: Bytes  # gradient of one of the MLP's matrices
     ring_buffers: Bytes  # visiting keys and values, their gradients, partial results
-    exchange_buffers: Bytes  # packed for the all-to-all
-    all_layers_saved_bytes: Bytes  # that the backwards of all layers of the model need
+    exchange_buffers: Bytes  # tensors packed for the all-to-all
+    all_layers_saved_bytes: Bytes  # activations that autograd saves for the backward of all layers of the model
+
+    @property
+    def recomputed_bytes(self) -> Bytes:
+        """Bytes that a recomputation allocates of `saved_bytes`: all but the results of attention that have stayed."""
+        return self.saved_bytes - self.kept_bytes
 
     def mapped(self, function: Callable[[Bytes], float]) -> LayerMemory:
-        """Return numbers of one rank, each by a function of the numbers of all."""
+        """Reduce every field from its values on all ranks to one number, such as the largest."""
         return LayerMemory(*map(function, self))
 
 
 def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> LayerMemory:
-    """Return what autograd saves of a decoder layer of transformers, and what its backward makes.
+    """Return the bytes that autograd saves for a decoder layer of transformers, and those that its backward allocates.
 
-    Both norms save their input in fp32, the normalized tokens and their output; the projection of attention its
-    input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation; experts
-    also their inputs and outputs, once for each expert that a token uses. Attention saves q, k, v, its output and its
-    log-sum-exp; in a ring also the keys and values that visited last. A tiled MLP saves its input alone, which is its
-    norm's output. With frozen weights no gradient needs normalized tokens, and they go; every adapter saves its narrow
-    tokens and its matmul's input, which has no other use there.
+    What the forward saves:
 
-    The backward of an MLP makes gradients of its inner activations and of one of its matrices, in tiles of all. The
-    backward of the norm before a tiled one saves its input, and makes five copies of the tokens in fp32.
+        each of two norms   its input in fp32, the normalized tokens, and its output
+        attention           q, k, v, its output and its log-sum-exp; in a ring also the KV block that visited last
+        output projection   its input, if an all-to-all has copied it
+        gated MLP           gate, activated gate, up, and the product of the latter two
+        plain MLP           input and output of its activation
+        experts             also their inputs and outputs, once for each expert that a token uses
+        tiled MLP           its input alone, which is the output of its norm
+        kept attention      (until a recomputation) attention's output and log-sum-exp, and the KV block that visited
+                            last; if an all-to-all has copied them, also q, k, v and the output before and after it
+        frozen weights      no normalized tokens, since no gradient needs them
+        adapter             its narrow tokens and the input of its matmul, which frozen weights do not need
+
+    The backward of an MLP allocates gradients of its inner activations and of one of its matrices; if tiled, gradients
+    of all its matrices. The backward of the norm before a tiled MLP allocates `_NORM_COPIES` copies of the tokens in
+    fp32.
 
         ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
         exchange_buffers   packed q, k, v of the all-to-all, or the inputs of a scan
     """
     element, hidden, head_dim = workload.element_bytes, model.hidden_size, model.head_dim
     tokens = share.tokens
-    token = _token_bytes(model, workload, share.cut)
-    projection_input = element * model.num_heads / share.cut * head_dim * share.copied
+    with_experts = token = _token_bytes(model, workload, share.cut)
+    if model.dense_layers:
+        dense = _token_bytes(model.dense, workload, share.cut)
+        token = max(with_experts, dense, key=lambda kind: kind.mlp_saved)  # the larger kind of layer
+    projection_input = element * model.num_heads / share.cut * model.value_dim * share.copied
     qkv_and_output = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited)
     log_sum_exp = WIDE * share.rows
     attention_tokens = tokens * (token.norm + token.mlp_saved + projection_input + 4 * token.adapter)
+    if model.latent is not None:  # norms of the narrow vectors
+        narrow = model.latent.query_rank + model.latent.kv_rank
+        attention_tokens = attention_tokens + tokens * narrow * token.norm / hidden
     attention_layer = attention_tokens + (qkv_and_output + log_sum_exp)
+    kept: Bytes = 0.0
+    if workload.keeps_attention:
+        exchanged = element * head_dim * (share.rows + 2 * share.kv_rows + tokens * model.num_heads / share.cut)
+        received = element * head_dim * 2 * share.visited
+        kept = element * head_dim * share.rows + received + log_sum_exp + exchanged * share.copied
     recurrent_layer = tokens * (token.norm + token.mlp_saved + _recurrent_bytes(model, element))
-    saved, all_layers_saved = _largest_and_all(model, attention_layer, recurrent_layer)
+    saved, all_layers_saved = _largest_and_all(model, attention_layer, recurrent_layer, tokens * token.mlp_saved)
+    if model.dense_layers:  # so far all layers count as the larger kind
+        less_with_experts = (model.num_mlps - model.dense_layers) * (token.mlp_saved - with_experts.mlp_saved)
+        less_dense = model.dense_layers * (token.mlp_saved - dense.mlp_saved)
+        all_layers_saved = all_layers_saved - tokens * (less_with_experts + less_dense)
 
     weight_grad: float = 0
     if not token.adapter:
@@ -137,6 +170,7 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     packed = element * (model.num_heads + 2 * model.num_kv_heads) * head_dim * share.copied
     return LayerMemory(
         input_bytes=element * tokens * hidden,
+        kept_bytes=kept,
         saved_bytes=saved,
         mlp_saved_bytes=tokens * token.mlp_saved,
         mlp_grad_bytes=mlp_grad,
@@ -148,23 +182,24 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
 
 
 class _TokenBytes(NamedTuple):
-    """What a layer saves per token of a rank; the width of the MLP is that of the rank."""
+    """Bytes that parts of a layer save per token, on a rank that holds 1 / ``cut`` of the MLP's columns."""
 
-    norm: float  # of one norm
-    inner: float  # inside the MLP, and the inputs and outputs of its experts
-    routed: float  # of the experts alone
+    norm: float  # one norm
+    inner: float  # inside the MLP, inputs and outputs of experts included
+    routed: float  # inputs and outputs of experts alone
     mlp_saved: float  # the MLP and its norm
     adapter: float  # narrow tokens of one adapter; 0 without adapters
-    mlp_width: float  # elements, of all experts that a token uses
+    mlp_width: float  # inner width of the MLP on this rank in elements, all experts of a token together
 
 
 def _token_bytes(model: ModelSpec, workload: Workload, cut: int) -> _TokenBytes:
+    """Compute the bytes per token; ``cut`` as in `LayerShare`."""
     element, hidden = workload.element_bytes, model.hidden_size
     mlp_width = (model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size) / cut
     adapter = element * workload.adapter_rank
     num_mlp_matmuls = (3 if model.gated_mlp else 2) * max(model.experts_per_token, 1)
     norm = (WIDE + (1 if adapter else 2) * element) * hidden
-    if workload.selective_checkpointing:  # computed again, from its input
+    if workload.selective_checkpointing:  # the norm is computed again from its input, which alone is saved
         norm = element * hidden
     recomputes_activation = workload.selective_checkpointing or workload.fused_kernels
     if recomputes_activation:
@@ -183,79 +218,86 @@ def _token_bytes(model: ModelSpec, workload: Workload, cut: int) -> _TokenBytes:
 def _tiled_mlp_grad_bytes(
     model: ModelSpec, workload: Workload, share: LayerShare, token: _TokenBytes, weight_grad: float
 ) -> Bytes:
-    """Bytes that the backward of a tiled MLP or of the norm before it allocates, whichever is more."""
+    """Return the bytes that the backward of a tiled MLP allocates, or that of the norm before it if that is more."""
     element, hidden = workload.element_bytes, model.hidden_size
     inner_of_tile = share.tokens_at_once * (token.inner + element * 2 * token.mlp_width)
-    of_tiles = inner_of_tile + element * share.tokens * hidden
-    # A gradient of each matrix, summed over tiles, and the one of the tile that is added.
-    of_tiles = of_tiles + (4 if model.gated_mlp else 3) * weight_grad
-    of_norm = share.tokens * (((_NORM_COPIES + 1) * WIDE + element) * hidden - token.mlp_saved)
-    return np.maximum(of_tiles, of_norm)
+    mlp_bytes = inner_of_tile + element * share.tokens * hidden
+    # Each matrix has a gradient that is summed over tiles; the gradient of the current tile is one more.
+    mlp_bytes = mlp_bytes + (4 if model.gated_mlp else 3) * weight_grad
+    norm_bytes = share.tokens * (((_NORM_COPIES + 1) * WIDE + element) * hidden - token.mlp_saved)
+    return np.maximum(mlp_bytes, norm_bytes)
 
 
 def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """Bytes that the loss needs, ``[D]``.
+    """Return the bytes that the loss needs on every rank, ``[D]``.
 
-    Logits of a tile, or of all tokens, and their gradient, with the softmax of a chunk in fp32; beside them the tokens
-    of the final norm.
+    These are the logits of a tile (of all tokens, if the loss is not tiled), their gradient, the fp32 softmax of one
+    chunk, and the tensors that the final norm saves.
     """
     tokens = _logit_tokens(workload, tokens_D)
-    chunk = WIDE * np.minimum(tokens, LOSS_CHUNK_TOKENS)
-    of_logits = 2 * workload.element_bytes * tokens + chunk
+    softmax_bytes = WIDE * np.minimum(tokens, LOSS_CHUNK_TOKENS)  # by element of the vocabulary
+    bytes_per_word = 2 * workload.element_bytes * tokens + softmax_bytes
     if workload.logit_bytes is not None:
-        of_logits = workload.logit_bytes * tokens
-    return np.asarray(model.vocab_size * of_logits + normed_bytes(model, workload, tokens_D))
+        bytes_per_word = workload.logit_bytes * tokens
+    return np.asarray(model.vocab_size * bytes_per_word + normed_bytes(model, workload, tokens_D))
 
 
 def head_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """Bytes that the head's gradient is made of, ``[D]``: gradients of logits and the tokens of the final norm."""
+    """Return the bytes of the inputs of the head's weight gradient, ``[D]``: gradients of logits, normalized tokens."""
     tokens = _logit_tokens(workload, tokens_D)
     return model.vocab_size * workload.element_bytes * tokens + normed_bytes(model, workload, tokens_D)
 
 
 def normed_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """Bytes that the final norm keeps, and the gradients of a tiled loss, ``[D]``."""
-    kept = WIDE if workload.adapter_rank else WIDE + 2 * workload.element_bytes
-    gradients = workload.element_bytes if workload.has_loss_tiles else 0
-    return workload.micro_batch * tokens_D * model.hidden_size * (kept + gradients)
+    """Return the bytes that the final norm saves, and with a tiled loss those of its output's gradient, ``[D]``."""
+    saved_bytes = WIDE if workload.adapter_rank else WIDE + 2 * workload.element_bytes
+    gradient_bytes = workload.element_bytes if workload.has_loss_tiles else 0
+    return workload.micro_batch * tokens_D * model.hidden_size * (saved_bytes + gradient_bytes)
 
 
 def _logit_tokens(workload: Workload, tokens_D: Floats) -> Floats:
-    """Return the tokens of a micro-batch whose logits are in memory at the same time, ``[D]``; all if not tiled.
+    """Return the tokens of a micro-batch whose logits are in memory at the same time, ``[D]``.
 
     Args:
         tokens_D: tokens of one sequence.
     """
-    return _at_once(workload, tokens_D, LOGIT_TILE_TOKENS if workload.has_loss_tiles else None)
+    return _tile_tokens(workload, tokens_D, LOGIT_TILE_TOKENS if workload.has_loss_tiles else None)
 
 
 def mlp_tokens(workload: Workload, tokens_D: Floats) -> Floats:
-    """Tokens of a micro-batch whose inner activations of an MLP exist at once, of tokens of a sequence, ``[D]``."""
-    return _at_once(workload, tokens_D, MLP_TILE_TOKENS if workload.tiled_mlp else None)
-
-
-def _at_once(workload: Workload, tokens_D: Floats, usual: int | None) -> Floats:
-    """All tokens without tiles; else those of a tile, of which all ranks have as many as the one with most tokens.
-
-    Ranks of 5,000 and 3,000 tokens with tiles of 2,048: three tiles on each, of 1,667 and 1,000 tokens.
+    """Return the tokens of a micro-batch whose inner MLP activations are in memory at the same time, ``[D]``.
 
     Args:
-        usual: tokens of a tile where the workload says none; None without tiles.
+        tokens_D: tokens of one sequence.
+    """
+    return _tile_tokens(workload, tokens_D, MLP_TILE_TOKENS if workload.tiled_mlp else None)
+
+
+def _tile_tokens(workload: Workload, tokens_D: Floats, default_tile: int | None) -> Floats:
+    """Return the tokens of a micro-batch that a rank computes at once, ``[D]``: one tile, or all tokens without tiles.
+
+    All ranks run the same number of tiles, which the rank with most tokens decides. Ranks of 5,000 and 3,000 tokens
+    with tiles of 2,048: three tiles on each, of 1,667 and 1,000 tokens.
+
+    Args:
+        tokens_D: tokens of one sequence.
+        default_tile: tokens of a tile if the workload sets none; None without tiles.
     """
     tokens = workload.micro_batch * tokens_D
-    if usual is None:
+    if default_tile is None:
         return tokens
     if workload.tile_tokens is None:
-        return np.minimum(tokens, usual)
+        return np.minimum(tokens, default_tile)
     num_tiles = np.maximum(np.ceil(tokens_D.max(axis=-1, keepdims=True) / workload.tile_tokens), 1)
     return np.asarray(workload.micro_batch * np.ceil(tokens_D / num_tiles))
 
 
 def _last_visible(grouping: Grouping, length_K: Floats, causal: bool) -> Floats:
-    """Keys that every group sees of the last block that visits it, the next group's, ``[K]``.
+    """Return the number of keys that a group's queries see in the last block that visits, the next group's, ``[K]``.
 
-    In a zigzag layout a group lies around those after it in the ring: it sees all of their keys, and half of the keys
-    of those before it. Of contiguous groups, only the last one sees the one after it, which is the first.
+    Under a causal mask in a zigzag layout, a group's positions enclose those of all later groups: it sees all keys of a
+    later group and half the keys of an earlier one. In a contiguous layout a group sees earlier groups alone. Only for
+    the last group is the next one, group 0, an earlier one.
     """
     num_groups = grouping.num_groups
     if num_groups == 1:
@@ -272,7 +314,7 @@ def _last_visible(grouping: Grouping, length_K: Floats, causal: bool) -> Floats:
 
 
 def _scan_bytes(model: ModelSpec, element: int) -> int:
-    """Inputs of a scan per token, all heads together; 0 for a model without one."""
+    """Return the bytes of a scan's inputs per token, all heads together; 0 if the model has no scan."""
     layers = model.recurrent
     if layers is None:
         return 0
@@ -281,22 +323,35 @@ def _scan_bytes(model: ModelSpec, element: int) -> int:
 
 
 def _recurrent_bytes(model: ModelSpec, element: int) -> int:
-    """Bytes of a recurrence per token beside norms and MLP: inputs and outputs of convolution, scan and gated norm.
+    """Return the bytes per token that a linear-attention or SSM layer saves outside norms and MLP; 0 without any.
 
-    A rank that holds a share of the tokens holds this share of the scan's heads, of all tokens. Kernels that keep more
-    than their inputs and outputs, such as torch's own, take more.
+    These are inputs and outputs of convolution, scan and gated norm. The scan's part is the same before and after the
+    Ulysses all-to-all: a rank with a quarter of the tokens scans a quarter of the heads over all tokens. Kernels that
+    save more than their inputs and outputs, such as torch's own, take more.
     """
     layers = model.recurrent
     if layers is None:
         return 0
+    if layers.conv_width:  # its input and both gates, their product, the convolution's output, and what the gate makes
+        return element * 6 * layers.conv_width
     return element * (2 * layers.conv_channels + 3 * layers.inner_size) + _scan_bytes(model, element)
 
 
-def _largest_and_all(model: ModelSpec, attention: Floats, recurrent: Floats) -> tuple[Floats, Floats]:
-    """Bytes of the largest layer, and of all layers, from those of one of each kind, ``[D]``."""
+def _largest_and_all(model: ModelSpec, attention: Floats, recurrent: Floats, mlp: Floats) -> tuple[Floats, Floats]:
+    """Return the bytes of the largest layer, and of all layers together, ``[D]`` each.
+
+    Args:
+        attention: bytes of one attention layer and its MLP.
+        recurrent: bytes of one linear-attention or SSM layer and its MLP.
+        mlp: the MLP's part, a layer of its own if layers are either a mixer or an MLP.
+    """
     layers = model.recurrent
     if layers is None:
         return attention, model.num_layers * attention
+    if layers.num_layers_alone:
+        attention, recurrent = attention - mlp, recurrent - mlp
+        of_mixers = layers.num_attention_layers * attention + layers.num_layers * recurrent
+        return np.maximum(np.maximum(attention, recurrent), mlp), of_mixers + layers.num_layers_alone * mlp
     of_all = layers.num_attention_layers * attention + layers.num_layers * recurrent
     some_layer_has_both = layers.num_attention_layers + layers.num_layers > layers.num_model_layers
     if some_layer_has_both:

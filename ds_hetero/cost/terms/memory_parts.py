@@ -1,6 +1,6 @@
-"""Parts of a rank's memory, and the phase of a step in which they need the most.
+"""Parts of a rank's memory, such as weights and activations, and their peak over the phases of a step.
 
-Of the parts those that exist at once count: the peak is the largest sum of one phase.
+Only parts that exist in the same phase add up: the peak is the largest sum of any phase.
 
 Dimension key: D ranks, M phases.
 """
@@ -18,27 +18,28 @@ Bytes = Floats | float
 
 
 class MemoryParts(NamedTuple):
-    """Bytes of every rank in a phase, ``[D]``, or a number for all.
+    """Memory of every rank in one phase, by part: bytes ``[D]``, or one number if all ranks need the same.
 
     Args:
-        gradients: what they take beyond the activations that they replace; all of them with accumulation or ZeRO-3.
+        gradients: bytes of gradients beyond those of the activations that they replace during the backward; all
+            gradients with gradient accumulation or ZeRO-3.
     """
 
     weights: Bytes = 0.0  # parameters that stay on the rank
     optimizer_state: Bytes = 0.0  # master weights and moments
     gradients: Bytes = 0.0
     gathered: Bytes = 0.0  # parameters that ZeRO-3 has gathered
-    activations: Bytes = 0.0  # per layer its input if checkpointed, else all that its backward needs
-    layer: Bytes = 0.0  # what one layer's backward needs, if checkpointed, and what its MLP's backward makes
+    activations: Bytes = 0.0  # inputs of all layers if checkpointed, else all that autograd saves
+    layer: Bytes = 0.0  # what autograd saves of one layer, if checkpointed, and what the MLP's backward allocates
     ring_buffers: Bytes = 0.0  # visiting keys and values, their gradients, partial results
-    exchange_buffers: Bytes = 0.0  # packed for an all-to-all, and activations between stages
-    logits: Bytes = 0.0  # of a tile, or of all tokens
+    exchange_buffers: Bytes = 0.0  # tensors packed for an all-to-all, and activations between stages
+    logits: Bytes = 0.0  # logits of a tile, or of all tokens
     bucket: Bytes = 0.0  # gradients that are being reduced
     step: Bytes = 0.0  # gradients of the rank's own part in fp32, and the optimizer's temporaries
     communicators: Bytes = 0.0  # NCCL's buffers, as far as the device's reserve does not cover them; no tensors
 
     def items(self) -> Iterator[tuple[str, Bytes]]:
-        """Name and bytes of every part."""
+        """Yield the name and the bytes of every part."""
         return zip(MEMORY_PARTS, self, strict=True)
 
     def of_rank(self, rank: int) -> MemoryParts:
@@ -48,7 +49,7 @@ class MemoryParts(NamedTuple):
 
     @property
     def total(self) -> Floats:
-        """All parts."""
+        """Sum of all parts, ``[D]``."""
         sizes = [size for size in self if not (isinstance(size, float) and size == 0)]
         return np.asarray(sum(sizes))
 
@@ -58,7 +59,7 @@ Phases = Mapping[str, MemoryParts]
 
 
 def peak_bytes(phases: Phases) -> Floats:
-    """Bytes of every rank in its largest phase; leading dimensions are kept."""
+    """Bytes of every rank in the phase that needs the most, ``[D]``; leading dimensions are kept."""
     peak, *others = (parts.total for parts in phases.values())
     for other in others:
         peak = np.maximum(peak, other)
@@ -73,7 +74,7 @@ def peak_parts(phases: Phases) -> MemoryParts:
     phase_number = np.arange(len(totals_MD)).reshape(-1, *[1] * largest_D.ndim)
     is_peak_MD = phase_number == largest_D
     peak = []
-    for size_by_phase in zip(*phases.values(), strict=True):  # of one part
+    for size_by_phase in zip(*phases.values(), strict=True):  # one part after the other
         size_MD = np.array([np.broadcast_to(size, shape) for size in size_by_phase])
         peak.append(np.where(is_peak_MD, size_MD, 0.0).sum(axis=0))
     return MemoryParts(*peak)

@@ -1,4 +1,4 @@
-"""Model states under ZeRO: weights, gradients and optimizer state that every rank keeps, or saves.
+"""Model states under ZeRO: bytes of weights, gradients and optimizer state that every rank holds, or saves to disk.
 
 Dimension key: D ranks.
 """
@@ -16,7 +16,7 @@ from ds_hetero.models.shapes import ModelSpec
 
 
 def static_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
-    """Parameters, gradients and optimizer state that every rank keeps, ``[D]``.
+    """Bytes of parameters, gradients and optimizer state that every rank keeps, ``[D]``.
 
     ZeRO (arXiv:1910.02054, section 3): stage 1 partitions the optimizer state, stage 2 the gradients too, stage 3 the
     parameters too, each over all ranks of all replicas; see `owned_share_D`.
@@ -35,21 +35,22 @@ def state_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> dict[
 
 
 def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
-    """Bytes of one copy of the model states that ZeRO partitions over all ranks, as far as they are on devices."""
+    """Bytes of all partitions together of the model states that ZeRO partitions; offloaded states are left out."""
     return sum(size for _, stage, size in _bytes_from_stage(model, workload) if stage <= workload.zero_stage)
 
 
 def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
-    """Bytes of partitions on a rank in a phase, which is more where it owns more, ``[D]``."""
+    """Bytes of a rank's ZeRO partitions in one phase, ``[D]``: the part of its memory that grows with its weight."""
     partitioned_from = {"optimizer_state": 1, "gradients": 2, "weights": 3, "step": 1}
     names = [name for name, stage in partitioned_from.items() if stage <= workload.zero_stage]
     return np.asarray(sum(getattr(parts, name) for name in names))
 
 
 def owned_share_D(workload: Workload, cluster: Cluster) -> Floats:
-    """Share of what ZeRO partitions that every rank of a replica owns, ``[D]``; of every node's with ``zero_within``.
+    """Share of the model states that every rank of a replica owns under ZeRO, ``[D]``.
 
-    ``zero_weights`` are the shares of one replica's ranks; left out, all are equal.
+    The shares of all ranks of all replicas sum to 1; with ``zero_within`` those of each node's ranks do. Ranks of a
+    replica own in proportion to ``zero_weights``, or equal shares if there are none.
     """
     weights_D = np.ones(cluster.num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
     total_D = weights_D.sum() * workload.data_parallel
@@ -59,7 +60,7 @@ def owned_share_D(workload: Workload, cluster: Cluster) -> Floats:
 
 
 def _bytes_from_stage(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float], ...]:
-    """Model states by name, the ZeRO stage from which they are partitioned, and their bytes in all."""
+    """List the model states: name, first ZeRO stage that partitions them, and bytes on devices before partitioning."""
     trained = trained_parameters(model, workload)
     return (
         ("optimizer_state", 1, 0.0 if workload.offload_optimizer else trained * workload.optimizer_bytes),
@@ -69,9 +70,10 @@ def _bytes_from_stage(model: ModelSpec, workload: Workload) -> tuple[tuple[str, 
 
 
 def saved_bytes(cluster: Cluster, model: ModelSpec, work: Workload) -> Floats:
-    """Bytes of every rank's part of a save of an elastic job, ``[D]``: what it owns, and rank 0 the trained parameters.
+    """Bytes that every rank writes when an elastic job saves, ``[D]``.
 
-    Measured parts (tests/integration/elastic/test_saved.py) are this, and some 60 KB.
+    A rank writes the optimizer state that it owns, and rank 0 also the trained parameters. Measured files are some 60
+    KB larger (tests/integration/elastic/test_saved.py).
     """
     trained = trained_parameters(model, work)
     bytes_D = np.zeros(cluster.num_ranks)

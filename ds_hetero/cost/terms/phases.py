@@ -1,23 +1,25 @@
-"""Memory of one rank, phase by phase of a step (`MemoryParts`).
+"""Memory of one rank in every phase of a step (`MemoryParts`), for sequence parallelism under DeepSpeed's engine.
 
-Of a job that shares sequences, behind DeepSpeed's engine with its buffers, these are the phases:
-
-    forward    it ends: all activations, and in ZeRO-3 parameters beside the buffer that brought them
-    loss       the backward begins: all activations, the logits, and of a tiled loss the gradient of the head so far
-    head       the head's gradient is made from those of the logits, beside the one of the tiles before
+    forward    the forward ends: all activations; with ZeRO-3 gathered parameters and the buffer in which they arrived
+    loss       the backward begins: all activations, the logits, and with a tiled loss the head's gradient so far
+    head       the head's gradient is computed from the logits' gradients and added to that of earlier tiles
     mlp        the backward of a layer begins: all that the layer has saved, and gradients of its widest part
-    sent       gradients of the MLP's weights exist, and ZeRO-3 copies a full bucket by owners
-    attention  the MLP's part is gone, keys and values visit, exchanges are packed
-    embedding  the backward ends: the gradient of the embedding
-    step       the optimizer's: gradients of the rank's own part, their copies in fp32, the optimizer's temporaries
+    sent       gradients of the MLP's weights exist, and ZeRO-3 copies a full bucket, sorted by owner
+    attention  the backward of attention: the MLP's activations are freed, KV blocks visit, all-to-alls are packed
+    embedding  the backward ends with the gradient of the embedding
+    step       the optimizer steps: gradients of the rank's own partition, their fp32 copies, temporaries
 
-Below ZeRO-2 gradients of a layer come as its activations go: all activations stand beside the head's gradient, those of
-a layer beside all gradients but the embedding's, and the larger sum counts. In ZeRO-2 a rank makes the buffer of all
-its gradients when the first of them comes, which is that of the last element that it owns: activations of the layers up
-to there are still held. With gradient accumulation gradients of earlier micro-batches are there from the start, and
-ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.stage_memory`.
+Gradients replace activations during the backward. How many of both exist together depends on the ZeRO stage:
 
-Unlike HexiSeq's Eq. 3 (arXiv:2605.07569) activations count once per layer.
+    0, 1   A layer's gradients are allocated as its activations are freed. Either all activations and the head's
+           gradient, or one layer's activations and all gradients but the embedding's: the larger sum counts.
+    2      A rank allocates the buffer of all its gradients with the first of them, that of the last element that it
+           owns. The activations of all layers up to there are still in memory.
+    3      One buffer for all gradients exists from the start.
+
+With gradient accumulation the gradients of earlier micro-batches exist from the start. Pipeline stages have their own
+phases (`ds_hetero.cost.stages.stage_memory`). HexiSeq's Eq. 3 (arXiv:2605.07569) counts activations of one layer; here
+all layers count.
 
 Dimension key: D ranks.
 """
@@ -57,16 +59,16 @@ from ds_hetero.models.shapes import ModelSpec
 
 
 def backward_phases(always: MemoryParts, layer: LayerMemory, logits: Bytes, *, checkpointed: bool) -> Phases:
-    """The phases ``loss``, ``mlp`` and ``attention`` of a backward.
+    """Return the memory in the phases ``loss``, ``mlp`` and ``attention`` of a backward.
 
     Args:
-        always: what exists in each of them, with the activations that the backward begins with.
-        layer: the layer whose backward runs.
-        logits: of the loss; 0 where a rank has no head.
-        checkpointed: activations are inputs of layers, and the layer is computed again.
+        always: memory that all three phases share, with the activations that exist when the backward begins.
+        layer: memory of the layer whose backward runs.
+        logits: bytes of the loss; 0 on a rank without the head.
+        checkpointed: whether only inputs of layers are saved, so that the layer's forward runs again.
     """
-    recomputed = layer.saved_bytes if checkpointed else 0.0
-    recomputed_without_mlp = layer.saved_bytes - layer.mlp_saved_bytes if checkpointed else 0.0
+    recomputed = layer.recomputed_bytes if checkpointed else 0.0
+    recomputed_without_mlp = layer.recomputed_bytes - layer.mlp_saved_bytes if checkpointed else 0.0
     activations_without_mlp = always.activations if checkpointed else always.activations - layer.mlp_saved_bytes
     return {
         "loss": always._replace(logits=logits),
@@ -82,35 +84,35 @@ def backward_phases(always: MemoryParts, layer: LayerMemory, logits: Bytes, *, c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandingMemory:
-    """The part of a job's memory that no tokens and heads change: computed once for all schedules."""
+    """The part of a job's memory that does not depend on tokens and heads; computed once for all schedules."""
 
     model: ModelSpec
     workload: Workload
-    states: Mapping[str, Floats]  # of `state_bytes`
-    gathered: Gathered
-    bucket: float  # of gradients to reduce
-    bucket_copy: float  # ZeRO-3's, sorted by owners
-    sent_layers: int  # whose backward is over when the first bucket is full
-    head: float  # gradient of the head, and as much of the embedding
-    gone_D: Floats  # of `_gone_at_first_gradient`
-    step_D: Floats  # of `_step_bytes`
+    states: Mapping[str, Floats]  # model states, as `state_bytes` returns them
+    gathered: Gathered  # parameters gathered by ZeRO-3
+    bucket: float  # gradients that are being reduced
+    bucket_copy: float  # ZeRO-3's copy of a bucket, sorted by owner
+    sent_layers: int  # layers whose backward is over when the first bucket is full
+    head: float  # gradient of the head; the embedding's is as large
+    freed_D: Floats  # share of activations that are freed before a rank's first gradient: `_freed_at_first_gradient`
+    step_D: Floats  # bytes that the optimizer's step allocates: `_step_bytes`
     communicators: Communicators
 
     @classmethod
     def of(cls, model: ModelSpec, workload: Workload, cluster: Cluster) -> StandingMemory:
-        """Compute it for a model and a workload on a cluster."""
+        """Compute the memory that does not depend on tokens and heads, for a model and a workload on a cluster."""
         element, stage = workload.element_bytes, workload.zero_stage
         trained = float(element * trained_parameters(model, workload))
         bucket = float(workload.buffers.reduce_bucket * element if stage else 0)
-        if workload.adapter_rank:  # DeepSpeed makes no larger bucket than there are gradients
+        if workload.adapter_rank:  # DeepSpeed allocates no more than all gradients need
             bucket = min(bucket, trained)
         trains_head = trained_of_ends(model, workload) > 0
         head = float(element * model.vocab_size * model.hidden_size if trains_head else 0)
         # The head's gradient is the first in the bucket, unless it is too large and sent alone.
         bucket_of_layers = bucket - (head if head <= bucket else 0)
-        gone_D = _gone_at_first_gradient(workload, cluster.num_ranks)
+        freed_D = _freed_at_first_gradient(workload, cluster.num_ranks)
         if workload.micro_batches > 1:  # gradients of earlier micro-batches exist from the start
-            gone_D = np.zeros_like(gone_D)
+            freed_D = np.zeros_like(freed_D)
         return cls(
             model=model,
             workload=workload,
@@ -120,30 +122,32 @@ class StandingMemory:
             bucket_copy=min(bucket, trained) if stage == 3 else 0.0,
             sent_layers=int(bucket_of_layers // (element * trained_of_layer(model, workload))),
             head=head,
-            gone_D=gone_D,
+            freed_D=freed_D,
             step_D=_step_bytes(model, workload, cluster),
             communicators=Communicators.of(cluster, workload),
         )
 
 
 def memory_phases(standing: StandingMemory, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Phases:
-    """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
+    """Return the memory of every rank under sequence parallelism, by phase; leading dimensions are kept."""
     model, workload = standing.model, standing.workload
     checkpointed = workload.activation_checkpointing
     not_offloaded = stays_on_device(grouping.cluster, model, workload, tokens_D)
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
-    activations, of_one_layer = layer.all_layers_saved_bytes, layer.saved_bytes
+    activations, layer_activations = layer.all_layers_saved_bytes, layer.saved_bytes
     if checkpointed:
-        layers_on_device = 1 if workload.offload_activations else model.num_layers
-        activations = layers_on_device * layer.input_bytes + not_offloaded.activations
-        of_one_layer = layer.input_bytes
+        if workload.offload_activations:
+            activations = layer.input_bytes + layer.kept_bytes + not_offloaded.activations
+        else:
+            activations = model.num_layers * layer.input_bytes + model.attention_layers * layer.kept_bytes
+        layer_activations = layer.input_bytes + layer.kept_bytes
     resting = MemoryParts(
         weights=standing.states["weights"] + not_offloaded.weights,
         optimizer_state=standing.states["optimizer_state"] + not_offloaded.optimizer_state,
-        communicators=standing.communicators.beyond_reserve_D(grouping),
+        communicators=standing.communicators.bytes_beyond_reserve_D(grouping),
     )
     working = resting._replace(
-        gradients=_gradients_in_backward(standing, activations, of_one_layer),
+        gradients=_gradients_in_backward(standing, activations, layer_activations),
         gathered=standing.gathered.in_layers,
         activations=activations,
         bucket=standing.bucket,
@@ -155,46 +159,54 @@ def memory_phases(standing: StandingMemory, grouping: Grouping, tokens_D: Floats
     )
     phases = dict(backward_phases(working, layer, loss.logits, checkpointed=checkpointed))
     if standing.bucket_copy and standing.sent_layers < model.num_layers:
-        recomputed = layer.saved_bytes if checkpointed else 0.0
+        recomputed = layer.recomputed_bytes if checkpointed else 0.0
         phases["sent"] = working._replace(
-            activations=np.maximum(activations - standing.sent_layers * of_one_layer, 0.0),
+            activations=np.maximum(activations - standing.sent_layers * layer_activations, 0.0),
             layer=recomputed + layer.input_bytes + 2 * layer.weight_grad_bytes,
             bucket=standing.bucket + standing.bucket_copy,
         )
     return {**phases, **_phases_outside_layers(standing, resting, working, loss)}
 
 
-def _gradients_in_backward(standing: StandingMemory, activations: Bytes, of_one_layer: Bytes) -> Bytes:
-    """Gradients in the phase of the backward in which they and the activations together are most.
+def _gradients_in_backward(standing: StandingMemory, activations: Bytes, layer_activations: Bytes) -> Bytes:
+    """Return the bytes of gradients to count beside all activations, so that the sum is the backward's peak of both.
 
-    Below ZeRO-2 gradients take the place of activations. With activations of 10 bytes, 1 a layer, gradients of 8 and a
-    head of 2: at the beginning of the backward 10 + 2 bytes exist, in the last layer 1 + 6, without the embedding's.
-    The caller adds ``activations``, so that 2 is returned.
+    In ZeRO 0 and 1 gradients take the place of activations. With 10 bytes of activations, 1 a layer, and 8 bytes of
+    gradients, of which head and embedding have 2 each, two points of the backward compete:
+
+        the backward begins     10 of activations + 2 of the head's gradient = 12
+        its last layer           1 of activations + 6 of gradients, all but the embedding's = 7
+
+    The peak is 12. The caller adds all 10 bytes of activations, so the result is 2.
+
+    Args:
+        activations: bytes of activations of all layers.
+        layer_activations: bytes of activations of one layer.
     """
     workload, gradients = standing.workload, standing.states["gradients"]
     if workload.zero_stage >= 2 or workload.micro_batches > 1:
-        return np.maximum(gradients - standing.gone_D * activations, 0.0)
+        return np.maximum(gradients - standing.freed_D * activations, 0.0)
     embedding = 0 if standing.model.tied_embeddings else standing.head  # its gradient comes after all layers
-    at_the_end = gradients - embedding
-    return np.maximum(at_the_end - activations + of_one_layer, standing.head)
+    gradients_at_end = gradients - embedding
+    return np.maximum(gradients_at_end - activations + layer_activations, standing.head)
 
 
 class _LossBytes(NamedTuple):
-    """Bytes around the loss, by rank."""
+    """Bytes that the loss needs, by rank."""
 
-    logits: Bytes
-    head_gradient_inputs: Bytes  # that the head's gradient is made of
-    norm: Bytes  # that the norm before keeps
+    logits: Bytes  # logits, their gradient, and tensors that the final norm saves
+    head_gradient_inputs: Bytes  # inputs of the head's weight gradient
+    norm: Bytes  # tensors that the last norm of the forward saves
 
 
 def _phases_outside_layers(
     standing: StandingMemory, resting: MemoryParts, working: MemoryParts, loss: _LossBytes
 ) -> Phases:
-    """The phases ``forward``, ``loss``, ``head``, ``embedding`` and ``step``.
+    """Return the memory in the phases ``forward``, ``loss``, ``head``, ``embedding`` and ``step``.
 
     Args:
-        resting: between two steps.
-        working: in the backward of the layers.
+        resting: memory between two steps.
+        working: memory in the backward of the layers.
     """
     workload, gathered, head = standing.workload, standing.gathered, standing.head
     stage, all_gradients = workload.zero_stage, standing.states["gradients"]
@@ -202,7 +214,7 @@ def _phases_outside_layers(
     gradients_before = all_gradients if has_gradients_before else 0.0
     # A tiled loss adds up the head's gradient from tile to tile.
     gradients_at_loss = gradients_before + (head if workload.has_loss_tiles else 0.0)
-    bucket = standing.bucket if stage == 3 else 0.0  # others make it when the first gradient comes
+    bucket = standing.bucket if stage == 3 else 0.0  # lower stages allocate it with the first gradient
     begins = working._replace(gradients=gradients_before, bucket=bucket)
     at_loss = begins._replace(gathered=gathered.at_loss)
     ends = working._replace(activations=0.0, bucket=standing.bucket + standing.bucket_copy)
@@ -212,7 +224,7 @@ def _phases_outside_layers(
         "head": at_loss._replace(logits=loss.head_gradient_inputs, gradients=gradients_at_loss + head),
         "embedding": ends._replace(gradients=all_gradients + (head if stage >= 2 else 0.0)),
         "step": resting._replace(
-            # ZeRO-1 and -2 count the gradients of the own part in `_step_bytes`.
+            # `_step_bytes` counts the gradients of a rank's partition in ZeRO 1 and 2.
             gradients=all_gradients if stage in (0, 3) else 0.0,
             bucket=bucket,
             step=standing.step_D,
@@ -220,12 +232,13 @@ def _phases_outside_layers(
     }
 
 
-def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
-    """Share of the layers whose activations are gone when a rank holds all gradients that it will, ``[D]``.
+def _freed_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
+    """Return the share of the layers whose activations are freed before a rank allocates its gradient buffer, ``[D]``.
 
-    Elements are owned in the order of the layers and of the ranks, or of ``zero_order``; of several replicas the last
-    one is meant. The backward comes from the last element: of four equal ranks, rank 3 makes its buffer at once, and
-    rank 0 when three quarters of the layers are done.
+    ZeRO partitions elements in the order of the layers: rank 0, or the first of ``zero_order``, owns the first ones.
+    The backward begins with the last element. Of four equal ranks rank 3 allocates its buffer at once, and rank 0 when
+    three quarters of the layers are done. With several replicas this is computed for the last one, which owns the last
+    elements.
     """
     if workload.zero_stage == 3:
         return np.zeros(num_ranks)
@@ -239,10 +252,14 @@ def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
 
 
 def _step_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
-    """Bytes made by the optimizer's step on every rank, ``[D]``: ZeRO-3 by groups of parameters, ZeRO-0 by tensors.
+    """Return the bytes that the optimizer's step allocates on every rank, ``[D]``; 0 if it runs on the host.
 
-    Gradients of the own part are joined and copied into fp32. In ZeRO 1 and 2 they are counted here themselves, and the
-    norm of the largest comes before, in fp64.
+    They depend on the ZeRO stage:
+
+        ZeRO 0      the optimizer's temporaries, one tensor after the other
+        ZeRO 1, 2   the gradients of the rank's partition, concatenated, and their fp32 copy; or the norm of the largest
+                    tensor in fp64 before that, if it needs more
+        ZeRO 3      the same for one sub-group of parameters after the other; the gradients are counted elsewhere
     """
     buffers, element = workload.buffers, workload.element_bytes
     owned_D = trained_parameters(model, workload) * owned_share_D(workload, cluster)

@@ -1,4 +1,4 @@
-"""Achieved rates of the devices of a cluster: matmuls, attention, memory traffic, launches.
+"""Rates that a cluster's devices achieve in matmuls, attention, memory traffic and kernel launches.
 
 Dimension key: D ranks.
 """
@@ -12,20 +12,23 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Bools, Floats
 
-# Share of a device's bandwidth that copies reach where no profile has measured them. Chosen, never measured.
+# Share of a device's memory bandwidth that copies reach, if no profile has measured it. Chosen, never measured.
 COPY_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AchievedRates:
-    """Achieved rates of every rank, ``[D]``; see `Efficiency` for the meaning of the half-sizes."""
+    """Achieved speeds and launch overheads of every rank's device, ``[D]``.
+
+    At a ``half_`` size a kernel reaches half of its full rate, see `Efficiency`.
+    """
 
     s_per_flop: Floats  # seconds per FLOP of a large matmul
     half_tokens: Floats  # tokens at which a matmul runs at half of that rate
     memory_s_per_byte: Floats  # seconds per byte that a memory-bound kernel reads or writes
-    copy_s_per_byte: Floats  # of kernels that are counted one by one; the same where a profile measured them together
-    is_profiled: Bools  # whether the kernels of a layer were measured together, `elementwise_elements` their measure
-    layer_host_s: Floats  # least time of one layer's forward, that of the host to launch it
+    copy_s_per_byte: Floats  # the same for kernels counted one by one; equal where a profile measured whole layers
+    is_profiled: Bools  # whether a profile measured a layer's kernels together, per byte of `elementwise_elements`
+    layer_host_s: Floats  # time of the host to launch one layer's forward, which takes at least that long
     kernel_overhead_s: Floats  # host and launch time of one layer's forward outside attention
     attention_flops_per_s: dict[str, Floats]  # FLOPs per second of attention, by the name of the pass
     half_rows: Floats  # query rows at which attention runs at half of that rate
@@ -35,11 +38,11 @@ class AchievedRates:
 
     @classmethod
     def of(cls, cluster: Cluster, *, causal: bool, head_dim: int) -> AchievedRates:
-        """The rates of a cluster's devices for causal or full attention and heads of a width."""
+        """Read the rates of a cluster's devices, for causal or full attention and heads of width ``head_dim``."""
         efficiencies = [device.efficiency for device in cluster.devices]
 
         def share(field: str) -> Floats:
-            """One field of `Efficiency` of every rank, ``[D]``."""
+            """Read one field of `Efficiency` for every rank, ``[D]``."""
             return np.array([getattr(efficiency, field) for efficiency in efficiencies])
 
         is_profiled = np.array([efficiency.is_profiled for efficiency in efficiencies])

@@ -1,17 +1,22 @@
 """Time of attention in a ring of groups: a max-plus recurrence without barriers.
 
-HexiSeq's Eq. 2 lets every ring step wait for the slowest device of all (arXiv:2605.07569). The runtime has no such
-barrier: a group waits for its own KV only, which travels while it computes on the block before.
+In HexiSeq's Eq. 2 every ring step waits for the slowest device of all (arXiv:2605.07569). The runtime has no such
+barrier: a group waits only for its next KV block, which travels while the group computes on the block before.
 
-    S_p(t)      group p begins step t
-    E_p(t)      = S_p(t) + compute_p(block at t)
-    R_p(t + 1)  = max(S_p(t), S_{p-1}(t)) + transfer_p(block at t + 1)     both ends are there, one block ahead
+    S_p(t)      start of step t in group p
+    E_p(t)      = S_p(t) + compute_p(block at t)                          end of the computation
+    R_p(t + 1)  = max(S_p(t), S_{p-1}(t)) + transfer_p(block at t + 1)    arrival of the next block: sender and receiver
+                                                                          both post it when they begin step t
     S_p(t + 1)  = max(E_p(t), R_p(t + 1))
 
-Forward, group p works on the block of group p - t. Backward, the ring turns the other way: the last remote block of
-the forward is still there, block p + 1 + t is worked on at step t, and while a group computes it receives the
-next KV block and the fp32 dK and dV that its neighbour has finished for the present one (the runtime sends them on
-right after its own part has been added). That makes K - 1 hops of KV forward, K - 2 of KV and K - 1 of dK/dV backward.
+Forward, group p works on the block of group p - t at step t. Backward, the ring turns the other way, since the last
+block of the forward is still in memory: group p works on the block of group p + 1 + t. While it computes it receives
+the next KV block, and the fp32 dK and dV of the present block from its neighbour (the runtime sends them on as soon as
+a group has added its part). There are K - 1 transfers of KV forward, K - 2 of KV and K - 1 of dK/dV backward.
+
+Example: two groups, a step takes 4 s in group 0 and 2 s in group 1, a transfer 3 s, and both start at 0. Both next
+blocks arrive at 0 + 3 = 3 s. Group 0 begins step 1 at max(4, 3) = 4 s and ends at 8 s; group 1 begins it at max(2, 3) =
+3 s and ends at 5 s. The ring ends at 8 s. With a barrier group 1 would begin step 1 only at 4 s.
 
 Dimension key: B assignments, K groups in ring order, T steps.
 """
@@ -27,25 +32,29 @@ import numpy.typing as npt
 
 from ds_hetero.common.arrays import Bools, Floats, Ints
 
-# Groups from which a ring of equal blocks is not computed step by step; what that costs in accuracy is in
-# `ring_finish_s`. Chosen, never measured.
+# Rings of equal blocks with more groups than this are not computed step by step; `ring_finish_s` says what accuracy
+# that costs. Chosen, never measured.
 LARGE_RING = 256
-# Entries of a table of steps that are worked on at once. 256 KiB of numbers stay in the cache: 1,024 groups take 11 ms,
-# with a table of all steps 48 ms (commit 62f7eaa7).
+# Entries of a table of steps that is computed at once. 256 KiB of numbers stay in the cache: 1,024 groups take 11 ms,
+# and 48 ms with one table of all steps (commit 62f7eaa7).
 STEP_TABLE = 1 << 15
 
 
 class RingCoefficients(NamedTuple):
-    """One pass around the ring, every time linear in the tokens of the block; arrays are ``[B, K]``.
+    """Terms of the time of one pass around the ring; arrays are ``[B, K]``.
+
+    Times of computing on a KV block, and of sending the block, are linear in its tokens.
 
     Attributes:
         slope_s, fixed_s: compute time of a group per token of the block, and per block.
-        kv_s, gradient_s: time of a transfer into a group per token of the block, KV and dK/dV; 0 in a forward pass.
-        shared_kv_s, shared_gradient_s: least time of those transfers, set by a NIC or switch that others use as well.
+        kv_s, gradient_s: time of a transfer into a group per token of the block, of KV and of dK/dV; ``gradient_s`` is
+            0 in a forward pass.
+        shared_kv_s, shared_gradient_s: least time of those transfers, set by a NIC or switch that other transfers use
+            as well.
     """
 
-    start_s: Floats  # when every group is ready for step 0
-    length: Floats  # tokens of every group, which are the block's when it travels
+    start_s: Floats  # time at which a group is ready for step 0
+    length: Floats  # tokens of every group, and so of the KV block that starts there
     slope_s: Floats
     fixed_s: Floats
     latency_s: Floats  # start-up of a transfer into a group
@@ -54,27 +63,33 @@ class RingCoefficients(NamedTuple):
     shared_kv_s: Floats
     shared_gradient_s: Floats
     backward: bool  # direction of the ring
-    contiguous_causal: bool  # half of the local block, all of earlier blocks and nothing of later ones is computed
+    contiguous_causal: bool  # a group computes half of its own block, all of earlier blocks, nothing of later ones
 
     def take(self, rows: Ints) -> RingCoefficients:
-        """The coefficients of some assignments."""
+        """Select the coefficients of some assignments."""
         return RingCoefficients._make(field if isinstance(field, bool) else field.take(rows, axis=0) for field in self)
 
 
 def alone_s(ring: RingCoefficients) -> Floats:
-    """When every group would be done if KV were always there, ``[B, K]``; not for contiguous causal groups."""
+    """Return the time at which every group ends if it never waits for KV, ``[B, K]``.
+
+    Every group computes on all blocks here, so contiguous causal groups have no such time.
+    """
     num_groups = ring.length.shape[1]
     all_tokens_B1 = np.add.reduce(ring.length, axis=1, keepdims=True)
     return np.asarray(ring.start_s + ring.slope_s * all_tokens_B1 + ring.fixed_s * num_groups)
 
 
 def ring_finish_s(ring: RingCoefficients) -> Floats:
-    """When the last group is done, ``[B]``.
+    """Return the time at which the last group ends, ``[B]``.
 
-    Two shortcuts. If even the longest transfer (plus the unevenness of the starts) hides under the shortest step, a
-    path through the recurrence that changes groups gains nothing over one that stays with the slowest group: every
-    change replaces a compute step by a transfer, and no longer step is left out for it. If all groups are of one length
-    in a ring of more than 256, the slowest group's steps decide to within the start and one step, 1/K of the whole.
+    The recurrence is evaluated only for assignments to which neither of two shortcuts applies:
+
+    1. Even the longest transfer, plus the largest difference of the starts, is shorter than the shortest step. Then no
+       group waits: a path through the recurrence that changes groups replaces a step by a shorter transfer, so the
+       slowest group alone decides, as in `alone_s`.
+    2. All groups have equal lengths, and there are more than `LARGE_RING`. Then the slowest group decides, with an
+       error of at most the differences of the starts and one step, which is 1 / K of the result.
     """
     num_groups = ring.length.shape[1]
     if ring.contiguous_causal and num_groups > 1:
@@ -88,8 +103,8 @@ def ring_finish_s(ring: RingCoefficients) -> Floats:
     longest_transfer_BK = ring.latency_s + np.maximum(ring.kv_s * longest_B[:, None], ring.shared_kv_s)
     if ring.backward:
         longest_transfer_BK += np.maximum(ring.gradient_s * longest_B[:, None], ring.shared_gradient_s)
-    uneven_B = largest(ring.start_s) - least(ring.start_s)
-    is_hidden_B = largest(longest_transfer_BK) + uneven_B <= least(shortest_step_BK)
+    start_difference_B = largest(ring.start_s) - least(ring.start_s)
+    is_hidden_B = largest(longest_transfer_BK) + start_difference_B <= least(shortest_step_BK)
     if is_hidden_B.all():
         return np.asarray(finish_B)
     has_equal_blocks = bool((longest_B == shortest_B).all())
@@ -105,13 +120,13 @@ def ring_finish_s(ring: RingCoefficients) -> Floats:
 
 
 def _recurrence(ring: RingCoefficients) -> Floats:
-    """When the last group is done by the recurrence itself, ``[B]``.
+    """Return the time at which the last group ends, computed step by step, ``[B]``.
 
-    `now_BK` and `neighbour_BK` are views of one array with K + 1 columns, of which one repeats a group to close the
-    ring, so that no step copies more than this column. Of groups 0, 1 and 2:
+    `now_BK` and `neighbour_BK` are views of one array with K + 1 columns. One column repeats a group to close the ring,
+    so a step copies this column alone. With groups 0, 1 and 2:
 
-        forward     2' 0  1  2     now is the last three columns, the group before each the first three
-        backward    0  1  2  0'    now is the first three columns, the group after each the last three
+        forward     2' 0  1  2     now: the last three columns; neighbour, the group before: the first three
+        backward    0  1  2  0'    now: the first three columns; neighbour, the group after: the last three
     """
     num_sets, num_groups = ring.length.shape
     columns = np.empty((num_sets, num_groups + 1))
@@ -134,9 +149,9 @@ def _recurrence(ring: RingCoefficients) -> Floats:
 
 
 def ring_schedule(ring: RingCoefficients) -> tuple[Floats, Floats]:
-    """Start of every step and end of the transfer into the group meanwhile (-inf for none), each ``[steps, B, K]``.
+    """Return the start of every step, and the end of the transfer during it (-inf for none), each ``[steps, B, K]``.
 
-    The recurrence as the module's docstring has it, which keeps every step.
+    The function evaluates the same recurrence as `ring_finish_s`, without shortcuts, and keeps every step.
     """
     to_neighbour = -1 if ring.backward else 1  # np.roll by 1 puts the group before in a group's place
     now_BK = ring.start_s
@@ -152,17 +167,17 @@ def ring_schedule(ring: RingCoefficients) -> tuple[Floats, Floats]:
 
 
 def _step_tables_s(ring: RingCoefficients) -> Iterator[tuple[Floats, Floats]]:
-    """Compute time of every step and time of the transfer meanwhile (-inf for none), ``[T, B, K]``, T steps at a time.
+    """Yield tables of T steps: compute time of each, and time of the transfer during it (-inf for none), ``[T, B, K]``.
 
-    At step t group p works on the block of group p - t forward, of group p + 1 + t backward; shifts say so. Forward
-    there are K - 1 transfers of KV, at all steps but the last. Backward there are K - 2 of KV, at all steps but the
-    last two, and K - 1 of gradients, at all steps but the first.
+    A shift is the distance from a group to the one whose block it works on: -t forward, 1 + t backward. KV travels at
+    all steps but the last forward, at all but the last two backward. Gradients travel backward at all steps but the
+    first.
     """
     num_groups = ring.length.shape[1]
     rows = max(1, STEP_TABLE // ring.length.size)
     for first in range(0, num_groups, rows):
         last = min(first + rows, num_groups)
-        # Shifts of the blocks at these steps, and at the one after them, whose block travels during the last one.
+        # One shift more than there are steps: the block of the step after these travels during the last of them.
         shift = np.arange(first + 1, last + 2) if ring.backward else -np.arange(first, last + 1)
         num_kv = num_groups - 2 if ring.backward else num_groups - 1
         sends_kv = slice(0, max(num_kv - first, 0))  # rows of this table
@@ -196,10 +211,11 @@ def _step_tables_s(ring: RingCoefficients) -> Iterator[tuple[Floats, Floats]]:
 
 
 def _visible(num_groups: int, shift_T: Ints, next_shift_T: Ints) -> tuple[Floats, Bools, Bools]:
-    """Keys that contiguous causal groups see: those of earlier groups, which travel to them, and half of their own.
+    """Return the blocks that contiguous causal groups compute and need: a group sees earlier groups and half of itself.
 
-    Share of the block that is computed, whether the next block is needed, and whether the group one position further
-    has added to the block's gradient, each ``[T, K]``.
+    Returns:
+        For every step and group, each ``[T, K]``: the share of the present block that the group computes; whether it
+        needs the next block; whether the group one position further has added to the present block's gradient.
     """
     position = np.arange(num_groups)
     source_TK = _shifted(position[None], shift_T)[:, 0]
@@ -212,9 +228,10 @@ def _visible(num_groups: int, shift_T: Ints, next_shift_T: Ints) -> tuple[Floats
 
 
 def _shifted(length_BK: npt.NDArray[Any], shift_T: Ints) -> npt.NDArray[Any]:
-    """``length[b, (p + shift_t) % K]`` as ``[T, B, K]``.
+    """Return ``length[b, (p + shift_t) % K]`` as ``[T, B, K]``.
 
-    Rows of a strided view are copied whole, since gathering single numbers is slower. Lengths 5, 6, 7 of one set:
+    The function copies rows of a strided view, which is faster than gathering single numbers. With B = 1 and lengths 5,
+    6 and 7:
 
         twice           5 6 7 5 6 7
         view, by shift  5 6 7  /  6 7 5  /  7 5 6       row s begins at the number s

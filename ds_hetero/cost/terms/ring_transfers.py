@@ -1,7 +1,8 @@
-"""Transfers of keys and values in one step of the ring: what they wait for at ports, NICs and switches.
+"""Time of a KV transfer in one step of the ring, bounded by the ports of a rank and by its node's NIC and switch.
 
-As in the all-to-all, what a rank receives (or sends) in one step adds up at its inner port and at its network port, and
-what the ranks of a node do adds up at its NIC and its switch. HexiSeq's Eq. 12 lets different sources run side by side
+As in the all-to-all, all bytes that a rank sends in one step add up at its inner port (to its own node) and at its
+network port (to others), and so do all bytes that it receives. The bytes of all ranks of a node add up at the node's
+NIC and switch, if they share these. HexiSeq's Eq. 12 instead lets transfers from different sources run side by side
 (arXiv:2605.07569, section A.4).
 
 Dimension key: B assignments, R assignments with unlike transfers, D ranks, K groups in ring order, E edges (`Edges`).
@@ -19,23 +20,23 @@ from ds_hetero.cost.terms.head_cuts import Edges, ring_edges
 def ring_transfers_s(
     grouping: Grouping, heads_BD: Ints, length_BK: Floats, queries_per_kv_head: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Transfers from the group one position back into every group, each ``[B, K]``.
+    """Compute latency and rates of the transfer into every group from the group before it in the ring.
 
-    Tokens matter through the mean length of a group alone, and only where ranks share ports; so one partition has few
-    different results. `Grouping.ring_transfers` keeps them.
+    Tokens matter only where ranks share ports, and then only through the mean length of a group, so one partition has
+    few different results. `Grouping.ring_transfers` caches them.
 
     Returns:
-        latency in seconds; seconds per token and byte of a KV head; and the least seconds per byte of a KV head that a
-        NIC or a switch allows which all transfers of the step share, for blocks of average length.
+        Three arrays ``[B, K]``: latency in seconds; seconds per token and byte of a KV head at a rank's ports; least
+        seconds per byte of a KV head at a NIC or switch that several transfers share, for blocks of mean length.
     """
     num_sets, num_groups = length_BK.shape
     zeros = np.zeros((num_sets, num_groups))
     if num_groups == 1:
         return zeros, zeros, zeros
     mean_length_B = np.zeros(num_sets)
-    if grouping.cluster.shares_ports:  # of whole tokens, so that rounding makes no assignments of its own
+    if grouping.cluster.shares_ports:  # rint: sums that differ by rounding alone share a cache entry
         mean_length_B = np.rint(length_BK.sum(axis=1)) / num_groups
-    # Rows of a search come in runs of equal heads: each run is looked up once.
+    # A search passes many adjacent rows with equal heads: each run of them is looked up once.
     heads_change_B = (heads_BD[1:] != heads_BD[:-1]).any(axis=1)
     length_changes_B = mean_length_B[1:] != mean_length_B[:-1]
     begins_run_B = np.concatenate([[True], heads_change_B | length_changes_B])
@@ -59,7 +60,7 @@ def ring_transfers_s(
 def _transfers_s(
     grouping: Grouping, heads_BD: Ints, mean_length_B: Floats, queries_per_kv_head: int
 ) -> tuple[Floats, Floats, Floats]:
-    """`ring_transfers_s`, computed."""
+    """Compute the result of `ring_transfers_s` for assignments that are not in its cache."""
     cluster, num_groups = grouping.cluster, grouping.num_groups
     edges = ring_edges(grouping, heads_BD, queries_per_kv_head)
     assignment_E = _assignment_of_edges(edges, len(heads_BD), num_groups)
@@ -73,22 +74,21 @@ def _transfers_s(
 
 
 def _assignment_of_edges(edges: Edges, num_sets: int, num_groups: int) -> Ints:
-    """The assignment that every edge belongs to, ``[E]``; edges are sorted by it."""
-    first = edges.starts[::num_groups]  # edge of every assignment
+    """Return the assignment of every edge, ``[E]``; edges are sorted by assignment."""
+    first = edges.starts[::num_groups]  # first edge of every assignment
     counts = np.append(first[1:], len(edges.heads)) - first
     return np.repeat(np.arange(num_sets), counts)
 
 
 def _largest(edges: Edges, values_E: Floats, num_groups: int) -> Floats:
-    """The largest value of the edges into every group, ``[B, K]``."""
+    """Return the largest value of any edge into each group, ``[B, K]``."""
     return np.asarray(np.maximum.reduceat(values_E, edges.starts).reshape(-1, num_groups))
 
 
 def _own_ports_s(grouping: Grouping, edges: Edges, assignment_E: Ints) -> Floats:
     """Seconds per token and byte of a KV head at the busier of an edge's two ports, ``[E]``.
 
-    Each rank has two ports in each assignment, port 0 to its own node and port 1 to the others; bincount adds up the
-    edges at each.
+    Each rank has two ports: 0 to its own node and 1 to other nodes. The time at a port is the sum over all its edges.
     """
     cluster = grouping.cluster
     nodes = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
@@ -102,7 +102,7 @@ def _own_ports_s(grouping: Grouping, edges: Edges, assignment_E: Ints) -> Floats
 
 
 def _shared_ports_s(grouping: Grouping, edges: Edges, assignment_E: Ints, mean_length_B: Floats) -> Floats:
-    """The time that the busiest shared port of every edge needs for all its edges, ``[E]``."""
+    """Seconds per byte of a KV head at the busiest NIC or switch of an edge, for all edges through it, ``[E]``."""
     cluster = grouping.cluster
     sending_E, receiving_E = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
     between_nodes_E = sending_E != receiving_E

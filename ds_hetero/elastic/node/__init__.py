@@ -1,1 +1,1 @@
-"""The processes of an elastic job on one node: launcher, keeper, agents, warm server."""
+"""The processes of an elastic job on one node: launcher, node server, agents and fork server."""

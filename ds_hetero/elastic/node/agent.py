@@ -23,13 +23,14 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as 
 from ds_hetero.elastic.node.processes import end_with_parent
 from ds_hetero.elastic.node.rendezvous import AGENT_BACKEND, ENDED_WELL, create_handler
 
-NOTICE = 143
-REFUSED = 2
+EXIT_CODE_NOTICE = 143
+EXIT_CODE_CLOSED = 2
 
 _handlers: list[RendezvousHandler] = []
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
+    """Create a handler, and remember it for the shutdown at the end."""
     _handlers.append(create_handler(params))
     return _handlers[-1]
 
@@ -42,12 +43,12 @@ def main() -> None:
     try:
         run.main()
     except SignalException:
-        sys.exit(NOTICE)
+        sys.exit(EXIT_CODE_NOTICE)
     except RendezvousClosedError as error:
         if str(error) == ENDED_WELL:
             return
         print(f"ds_hetero: {error}", file=sys.stderr, flush=True)
-        sys.exit(REFUSED)
+        sys.exit(EXIT_CODE_CLOSED)
     except ChildFailedError as error:
         print(f"ds_hetero: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

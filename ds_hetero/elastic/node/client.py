@@ -35,7 +35,7 @@ def main() -> None:
         _become_worker(arguments)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda received, _: server.sendall(NUMBER.pack(received)))
-    _end_as(_number(server))
+    _exit_like_worker(_receive_number(server))
 
 
 def expect_own_peer(connected: socket.socket) -> None:
@@ -60,11 +60,11 @@ def _ask(server: socket.socket, arguments: "list[str]") -> None:
     streams = array.array("i", [1, 2])
     server.sendmsg([NUMBER.pack(len(request))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     server.sendall(request)
-    if _number(server) is None:
+    if _receive_number(server) is None:
         raise OSError("the server has ended")
 
 
-def _number(server: socket.socket) -> "int | None":
+def _receive_number(server: socket.socket) -> "int | None":
     """Receive a number; None if the server has ended."""
     try:
         raw = server.recv(NUMBER.size, socket.MSG_WAITALL)
@@ -74,10 +74,11 @@ def _number(server: socket.socket) -> "int | None":
 
 
 def _become_worker(arguments: "list[str]") -> None:
+    """Replace this process by Python with the worker's arguments."""
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _end_as(code: "int | None") -> None:
+def _exit_like_worker(code: "int | None") -> None:
     """End like the worker: with its exit code, or by the signal ``-code`` that killed it."""
     if code is not None and code < 0:
         if -code != signal.SIGKILL:

@@ -1,8 +1,8 @@
 """``python -m ds_hetero.run --elastic``: the processes of one node of an elastic job.
 
 this process      restarts the others when they are killed, and forwards SIGTERM
-keeper            serves the segments; on the first node, also the rendezvous
-warm server       forks workers (not with --cold)
+node server       serves the segments; on the first node, also the rendezvous
+fork server       forks workers (not with --cold)
 agents            torchrun's agents, one for each GPU, each with one worker
 """
 
@@ -21,8 +21,8 @@ from typing import NoReturn
 
 from ds_hetero.common.announce import announce
 from ds_hetero.elastic.node import place as place_of
-from ds_hetero.elastic.node.keeper_requests import ask
-from ds_hetero.elastic.node.leftovers import free_node, hold, leftovers, sweep
+from ds_hetero.elastic.node.leftovers import free_node, leftovers, lock_as_alive, sweep
+from ds_hetero.elastic.node.node_server_requests import ask
 from ds_hetero.elastic.node.place import NodePlace, token_of
 from ds_hetero.elastic.node.processes import end_with_parent
 from ds_hetero.errors import ConfigError
@@ -31,16 +31,16 @@ _USAGE = "python -m ds_hetero.run --elastic [options] SCRIPT ARGS"
 _POLL_S = 0.05
 _MAX_RESTARTS = 1_000_000  # no limit: the rendezvous ends a job that cannot go on, see `restart_policy`
 _MAX_NODES = 100_000  # no limit
-_STOP_GRACE_S = 30  # for agents, whose workers save
+_STOP_GRACE_S = 30  # time that agents have to end, since their workers save
 _STOP_GRACE_OF_SERVERS_S = 3
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Read the options before the script."""
+    """Parse the launcher's options, which stand before the script on the command line."""
     parser = argparse.ArgumentParser(prog="python -m ds_hetero.run --elastic", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--join", metavar="HOST:PORT", help="address of the first node; on all other nodes")
-    parser.add_argument("--listen", metavar="HOST[:PORT]", default="127.0.0.1", help="address of this node's keeper")
+    parser.add_argument("--listen", metavar="HOST[:PORT]", default="127.0.0.1", help="address of this node's server")
     parser.add_argument("--min-ranks", type=int, help="least number of ranks to train with (default: more than half)")
     parser.add_argument("--ranks", type=int, help="number of ranks to begin with (default: all that join within 30 s)")
     parser.add_argument("--workers", type=int, help="number of workers on this node (default: one per GPU, else one)")
@@ -54,8 +54,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--memory-gib", type=float, help="shared memory that segments may take (default: all)")
     parser.add_argument("--notice-s", type=int, default=25, help="seconds between SIGTERM and the end of this node")
     parser.add_argument("--silence-s", type=float, default=30, help="seconds after which a silent worker is killed")
-    parser.add_argument("--cold", action="store_true", help="no warm server: each worker imports torch itself")
-    parser.add_argument("--warm", metavar="SOCKET", help="socket of a running warm server, such as of another job")
+    parser.add_argument("--cold", action="store_true", help="no fork server: each worker imports torch itself")
+    parser.add_argument("--warm", metavar="SOCKET", help="socket of a running fork server, such as of another job")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script, or -m module, and its arguments")
     options = parser.parse_args(arguments)
     for name, least in (("min_ranks", 1), ("ranks", 1), ("workers", 1), ("notice_s", 1), ("silence_s", 3)):
@@ -69,12 +69,12 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     if options.memory_gib is not None and not options.memory_gib > 0:
         parser.error(f"--memory-gib must be more than 0; got {options.memory_gib}")
     if not options.command:
-        parser.error("no script was given")
+        parser.error("no script was given. Add it and its arguments after the options.")
     return options
 
 
 class NodeProcesses:
-    """The processes of this node."""
+    """The processes of this node, which `run` starts, restarts and ends."""
 
     def __init__(self, options: argparse.Namespace, place: NodePlace) -> None:
         self._options = options
@@ -82,8 +82,8 @@ class NodeProcesses:
         self._host, _, port = options.listen.partition(":")
         self._port = int(port or 0)
         self._socket = Path(options.warm) if options.warm else place.folder / "warm.sock"
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._warm: subprocess.Popen[bytes] | None = None
+        self._node_server: subprocess.Popen[bytes] | None = None
+        self._fork_server: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes] | None] = []
         self._codes: dict[int, int] = {}  # exit codes of agents that have ended, by number
         self._environment = {**os.environ, place_of.JOB: options.job, place_of.NODE: options.node}
@@ -95,13 +95,13 @@ class NodeProcesses:
         signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, self._leave)
         try:
-            self._start_keeper(is_first=True)
+            self._start_node_server(is_first=True)
             if not (self._options.cold or self._options.warm):
-                self._start_warm()
+                self._start_fork_server()
             self._agents = [self._start_agent(number) for number in range(self._num_agents)]
             while len(self._codes) < len(self._agents):
                 time.sleep(_POLL_S)
-                self._look_after()
+                self._restart_killed()
             code = max(self._codes.values())
             if code == 0:
                 ask(self._address, token_of(self._place.job), {"do": "free"})
@@ -111,43 +111,47 @@ class NodeProcesses:
 
     @property
     def _address(self) -> tuple[str, int]:
+        """Host and port of this node's server."""
         return self._host, self._port
 
     @property
     def _endpoint(self) -> str:
+        """HOST:PORT of the rendezvous."""
         return self._options.join or f"{self._host}:{self._port}"
 
     @property
     def _num_agents(self) -> int:
+        """Number of agents, each with one worker: ``--workers``, else one for each GPU, else one."""
         return self._options.workers or _count_gpus() or 1
 
     def _rules(self) -> str:
         """Return the fields of `RoundRules` as JSON. With --min-ranks, no majority of the previous round is needed."""
         ranks = self._options.ranks
-        least = self._options.min_ranks
-        majority_of_start = ranks // 2 + 1 if ranks else 1
-        return json.dumps({"least": least or majority_of_start, "majority": least is None, "start": ranks})
+        min_ranks = self._options.min_ranks
+        min_agents = min_ranks or (ranks // 2 + 1 if ranks else 1)
+        return json.dumps({"min_agents": min_agents, "needs_majority": min_ranks is None, "agents_at_start": ranks})
 
-    def _start_keeper(self, *, is_first: bool = False) -> None:
-        """Start the keeper, wait until it listens, and note its port, so that its successor gets the same."""
+    def _start_node_server(self, *, is_first: bool = False) -> None:
+        """Start the node server, wait until it listens, and store its port, which the next server will get again."""
         arguments = ["--job", self._place.job, "--node", self._place.node]
         arguments += ["--host", self._host, "--port", str(self._port), "--rules", self._rules()]
         if self._options.memory_gib is not None:
             arguments += ["--memory-bytes", str(int(self._options.memory_gib * 2**30))]
         if is_first:
             arguments.append("--fresh")
-        self._keeper = self._start(["ds_hetero.elastic.node.keeper", *arguments])
-        while (address := self._place.address(of=self._keeper.pid)) is None:
-            if self._keeper.poll() is not None:
-                raise ConfigError(f"the keeper of node {self._place.node} cannot run; its message is above.")
+        self._node_server = self._start(["ds_hetero.elastic.node.node_server", *arguments])
+        while (address := self._place.address(pid=self._node_server.pid)) is None:
+            if self._node_server.poll() is not None:
+                raise ConfigError(f"the server of node {self._place.node} cannot run; its message is above.")
             time.sleep(0.01)
         self._port = address[1]
 
-    def _start_warm(self) -> None:
-        self._warm = self._start(["ds_hetero.elastic.node.warm", str(self._socket)])
+    def _start_fork_server(self) -> None:
+        """Start the fork server; workers that start before it is ready import the frameworks themselves."""
+        self._fork_server = self._start(["ds_hetero.elastic.node.fork_server", str(self._socket)])
 
     def _start_agent(self, number: int) -> subprocess.Popen[bytes]:
-        """Start torchrun's agent with one worker. The worker is a `client` of the warm server."""
+        """Start torchrun's agent with one worker. The worker is a `client` of the fork server."""
         arguments = ["--nnodes", f"{self._options.min_ranks or 1}:{_MAX_NODES}", "--nproc-per-node", "1"]
         arguments += ["--max-restarts", str(_MAX_RESTARTS), "--monitor-interval", "0.05"]
         arguments += ["--rdzv-backend", "ds_hetero_agent", "--rdzv-endpoint", self._endpoint]
@@ -174,12 +178,12 @@ class NodeProcesses:
             start_new_session=True,
         )
 
-    def _look_after(self) -> None:
-        """Restart processes that were killed; note the exit codes of agents that have ended."""
-        if self._keeper is not None and self._keeper.poll() is not None:
-            self._start_keeper()
-        if self._warm is not None and self._warm.poll() is not None:
-            self._start_warm()
+    def _restart_killed(self) -> None:
+        """Restart processes that were killed; record the exit codes of agents that have ended."""
+        if self._node_server is not None and self._node_server.poll() is not None:
+            self._start_node_server()
+        if self._fork_server is not None and self._fork_server.poll() is not None:
+            self._start_fork_server()
         for number, agent in enumerate(self._agents):
             if agent is None or number in self._codes or (code := agent.poll()) is None:
                 continue
@@ -197,7 +201,7 @@ class NodeProcesses:
 
     def _end(self) -> None:
         """End all processes, and free the node's memory if the script has finished."""
-        for process in (*self._agents, self._warm, self._keeper):
+        for process in (*self._agents, self._fork_server, self._node_server):
             if process is not None and process.poll() is None:
                 process.terminate()
                 try:
@@ -209,7 +213,7 @@ class NodeProcesses:
             free_node(self._place)
 
 
-def _say_leftovers(place: NodePlace) -> None:
+def _announce_leftovers(place: NodePlace) -> None:
     """Announce saves of ended jobs that take shared memory and could be resumed."""
     for leftover in leftovers(place):
         announce(
@@ -242,6 +246,7 @@ def _card_of(gpu: str) -> str | None:
 
 
 def _count_gpus() -> int:
+    """Return the number of visible GPUs; 0 if DeepSpeed's accelerator is another one."""
     return len(_visible_gpus()) if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else 0
 
 
@@ -251,9 +256,9 @@ def main(arguments: list[str]) -> NoReturn:
     try:
         place = NodePlace.of(options.job, options.node)
         token_of(options.job)
-        hold(place)
+        lock_as_alive(place)
         sweep(place)
-        _say_leftovers(place)
+        _announce_leftovers(place)
         sys.exit(NodeProcesses(options, place).run())
     except (ConfigError, OSError) as error:
         print(f"{_USAGE}: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Leftovers of this user's ended jobs in the shared memory of this machine.
 
-    hold(place)                called by every process of a node: the node counts as alive until all of them have ended
+    lock_as_alive(place)       called by every process of a node; the node counts as alive until all of them have ended
     sweep(place)               delete ended nodes without a save, and those whose script has finished
     sweep(place, with_saves)   delete also saves that the same command could resume from, because memory is short
 
@@ -40,7 +40,7 @@ class Leftover:
     has_saves: bool  # whether the same command could resume from it
 
 
-def hold(place: NodePlace) -> None:
+def lock_as_alive(place: NodePlace) -> None:
     """Lock the node as alive until this process ends. Raises `OSError`, `ConfigError`: its folder cannot be made."""
     while place.folder not in _locks:
         place.make()
@@ -49,14 +49,14 @@ def hold(place: NodePlace) -> None:
         except FileNotFoundError:  # another process has just swept the folder
             continue
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits while another process sweeps the folder
-        if _is_at(descriptor, place.folder / _OWNER):
+        if _is_open_file_at(descriptor, place.folder / _OWNER):
             _locks[place.folder] = descriptor
         else:
             os.close(descriptor)
 
 
 def free_node(place: NodePlace) -> None:
-    """Delete the folder of this live node; and the job's folder, if no other node is in it."""
+    """Delete the folder of this live node, and the job's folder if it has no other node."""
     shutil.rmtree(place.folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         place.folder.parent.rmdir()
@@ -66,12 +66,12 @@ def sweep(place: NodePlace, *, with_saves: bool = False) -> list[Leftover]:
     """Delete the memory of ended nodes; return what was deleted.
 
     Args:
-        place: of a live node. Saves of its job are never deleted.
+        place: a live node. Saves of its job are never deleted.
         with_saves: delete also saves that other jobs could resume from.
     """
     swept = []
     for folder in _folders(place):
-        with _ended(folder) as has_ended:
+        with _locked_if_ended(folder) as has_ended:
             if not has_ended:
                 continue
             leftover = _describe(folder)
@@ -89,7 +89,7 @@ def leftovers(place: NodePlace) -> list[Leftover]:
     """Return the ended nodes of other jobs."""
     ended = []
     for folder in _folders(place):
-        with _ended(folder) as has_ended:
+        with _locked_if_ended(folder) as has_ended:
             if has_ended and folder.parent.name != place.job:
                 ended.append(_describe(folder))
     return ended
@@ -101,8 +101,8 @@ def _folders(place: NodePlace) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _ended(folder: Path) -> Iterator[bool]:
-    """Yield True if all processes of a node have ended; inside, no process can `hold` it."""
+def _locked_if_ended(folder: Path) -> Iterator[bool]:
+    """Yield True if all processes of a node have ended; inside the context no process can `lock_as_alive` the node."""
     try:
         descriptor = open_file(folder / _OWNER, os.O_RDWR)
     except (OSError, ConfigError):  # of an earlier release, or of another user: leave it alone
@@ -118,7 +118,7 @@ def _ended(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_open_file_at(descriptor: int, path: Path) -> bool:
     """Return True if an open file still has this path: it may have been deleted and created again."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))

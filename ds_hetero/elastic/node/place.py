@@ -9,14 +9,16 @@
     DS_HETERO_ELASTIC_TOKEN        secret of the job; default: a secret in the user's cache folder
     DS_HETERO_ELASTIC_SHM          folder of the shared memory; default: /dev/shm
 
-    file of a node                written by    content
-    keeper.json                   keeper        its address and process id
-    meeting-AGENT.json            agent         address of the keeper that serves its rendezvous
-    beat-WORKER.json              worker        heartbeat
-    end-WORKER.json               worker        reason of its end
-    broken-ROUND.json             agent         the round is over
-    done-AGENT.json               worker        the script has finished
-    own-*, from-*, got-*.seg      worker, keeper, worker    segments of this node, copies of other nodes, fetched parts
+    file of a node        written by     content
+    node_server.json      node server    its address and process id
+    rendezvous-AGENT.json agent          address of the node server that serves its rendezvous
+    beat-WORKER.json      worker         heartbeat
+    end-WORKER.json       worker         reason of its end
+    broken-ROUND.json     agent          the round is over
+    done-AGENT.json       worker         the script has finished
+    own-*.seg             worker         segments of this node: parts of saves
+    from-*.seg            node server    copies of other nodes' segments
+    got-*.seg             worker         parts fetched from other nodes
 
 Every user of the machine can create files in shared memory: see `ds_hetero.common.private_files`.
 """
@@ -51,7 +53,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _SPARE_BYTES = 4096  # a page of shared memory
 _NUM_SPARES = 8  # chosen, never measured
 _SMALL_FILES = (
-    *("beat-*.json", "end-*.json", "broken-*.json", "done-*.json", "meeting-*.json"),
+    *("beat-*.json", "end-*.json", "broken-*.json", "done-*.json", "rendezvous-*.json"),
     *(".got-*", ".*.json.*.*", "warm.sock*"),  # locks, drafts of processes that were killed, sockets
 )
 
@@ -60,14 +62,14 @@ _SMALL_FILES = (
 class NodePlace:
     """A node of a job, and its folder in shared memory.
 
-    Small files can be written even when the shared memory is full, so that such a job still reports its state: each
-    takes one of the pages that `stock_spares` has reserved.
+    The small JSON files by which processes find each other can be written even when saves fill the shared memory: each
+    file then takes one of the pages that `stock_spares` has reserved. So such a job still reports its state.
     """
 
     job: str
     node: str
     folder: Path  # of its segments and small files
-    root: Path | None = None  # shared memory, which other users write to, too; None: the parent of ``folder``
+    root: Path | None = None  # of the shared memory, to which other users write, too; None: the parent of ``folder``
 
     @staticmethod
     def of_environment(variables: Mapping[str, str] | None = None) -> NodePlace | None:
@@ -84,7 +86,7 @@ class NodePlace:
 
     @staticmethod
     def of(job: str, node: str, variables: Mapping[str, str] | None = None) -> NodePlace:
-        """Return the node with a name; see `of_environment`."""
+        """Return the node named ``node`` of the job ``job``. Raises `ConfigError`: see `of_environment`."""
         variables = os.environ if variables is None else variables
         for kind, name in (("job", job), ("node", node)):
             if not _NAME.fullmatch(name):
@@ -99,10 +101,12 @@ class NodePlace:
 
     @property
     def _root(self) -> Path:
+        """The folder of the shared memory."""
         return self.folder.parent if self.root is None else self.root
 
     @property
     def _parts(self) -> tuple[str, ...]:
+        """Names of the folders from the shared memory to the node's folder."""
         return self.folder.relative_to(self._root).parts
 
     def make(self) -> None:
@@ -116,31 +120,38 @@ class NodePlace:
         self.stock_spares()
 
     def clear(self) -> None:
-        """Delete the small files of an earlier job of this name; segments and reserved pages stay."""
+        """Delete heartbeats, end marks, locks, sockets and drafts that an earlier job of this name has left.
+
+        Segments (parts of saves) and reserved pages stay.
+        """
         for pattern in _SMALL_FILES:
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    def address(self, of: int | None = None) -> tuple[str, int] | None:
-        """Return the address of the node's keeper; None if no keeper has run here.
+    def address(self, pid: int | None = None) -> tuple[str, int] | None:
+        """Return the address of the node's server; None if no node server has run here.
 
         Args:
-            of: process id of a keeper; None is returned if the address is another keeper's.
+            pid: process id of a node server; if given, return None unless the address is that of this process.
         """
-        content = self.read("keeper.json")
-        if content is None or of not in (None, content.get("pid")):
+        content = self.read("node_server.json")
+        if content is None or pid not in (None, content.get("pid")):
             return None
         return content["host"], content["port"]
 
     def read(self, name: str) -> Message | None:
-        """Read a small file; None if it is missing or incomplete. Raises `ConfigError`: others can write to it."""
+        """Read the JSON file ``name`` in the node's folder; None if it is missing or incomplete.
+
+        Raises:
+            ConfigError: other users can write to the file.
+        """
         try:
             return parse_message(read_text(self.folder / name).encode())
         except (OSError, UnicodeError):
             return None
 
     def write(self, name: str, content: Mapping[str, object]) -> None:
-        """Replace a small file; a reader gets the old or the new content.
+        """Replace the JSON file ``name`` in the node's folder; a reader gets the old or the new content.
 
         Raises:
             OSError: it cannot be written, such as when no page of shared memory is left, not even a reserved one.
@@ -151,13 +162,13 @@ class NodePlace:
             _write_new(draft, text)
         except OSError as error:
             draft.unlink(missing_ok=True)
-            if error.errno not in _NO_ROOM:
+            if error.errno not in _FULL_ERRNOS:
                 raise
             self._write_spare(draft, name, text)
         os.replace(draft, self.folder / name)
 
     def stock_spares(self) -> None:
-        """Reserve pages for small files, as many as the shared memory has room for."""
+        """Reserve up to `_NUM_SPARES` pages, with which `write` works even when the shared memory is full."""
         for number in range(_NUM_SPARES):
             path = self.folder / f".spare-{number}"
             if path.exists():
@@ -201,19 +212,20 @@ class NodePlace:
         self.write(f"beat-{worker}.json", {"pid": pid, "round": round_number, "has_stepped": has_stepped})
 
     def remove(self, name: str) -> None:
-        """Delete a small file if it exists."""
+        """Delete the file ``name`` in the node's folder if it exists."""
         (self.folder / name).unlink(missing_ok=True)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: OSError) -> bool:
     """Return True if an error says that the file system or the quota is full."""
-    return error.errno in _NO_ROOM
+    return error.errno in _FULL_ERRNOS
 
 
 def _write_new(path: Path, text: bytes) -> None:
+    """Create a file that does not exist yet, which only this user may read."""
     with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(text)
 
@@ -239,7 +251,7 @@ def token_of(job: str, variables: Mapping[str, str] | None = None) -> bytes:
 def _stored_secret(folder: Path) -> str:
     """Return the user's secret; the first process draws it. Raises `ConfigError`: it cannot be stored or read."""
     path = folder / "elastic-token"
-    remedy = f"Or set {TOKEN} to the same secret of 16 characters or more on all nodes."
+    remedy = f"Or do without this file: set {TOKEN} to the same secret of 16 characters or more on all nodes."
     try:
         make_cache_folder(folder)
         if not path.exists():

@@ -1,9 +1,9 @@
-"""Rendezvous of torchrun's agents at a keeper: ``--rdzv-backend ds_hetero``, an entry point of ``torchrun.handlers``.
+"""Rendezvous of torchrun's agents at a node server: ``--rdzv-backend ds_hetero``, a plugin of ``torchrun.handlers``.
 
-An agent keeps one connection to the keeper that serves the rendezvous (`rounds`). The keeper sends a message when the
-round is broken; then ``num_nodes_waiting`` returns 1, and torchrun ends the workers and calls ``next_rendezvous``. If
-the keeper dies, or is silent as behind a cut link, the agents connect to the keeper of another member of their round,
-and their workers go on.
+An agent has one connection to the node server that serves the rendezvous (`rounds`). The server sends a message when
+the round is broken; then ``num_nodes_waiting`` returns 1, and torchrun ends the workers and calls ``next_rendezvous``.
+If the server dies, or is silent as behind a cut link, the agents connect to the node server of another member of their
+round, and their workers go on.
 
 Every round has a store and an address for the workers of its own, made by the agent of rank 0, so no data of an earlier
 round is read. (torchrun's default rendezvous reads addresses of dead ranks, pytorch issue 135712.)
@@ -35,16 +35,16 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ds_hetero.elastic.node import place as place_of
-from ds_hetero.elastic.node.keeper import SILENCE_S
-from ds_hetero.elastic.node.keeper_start import (
+from ds_hetero.elastic.node.leftovers import lock_as_alive, sweep
+from ds_hetero.elastic.node.node_server import SILENCE_S
+from ds_hetero.elastic.node.node_server_start import (
     CONNECT_TIMEOUT_S,
     address_towards,
-    end_keeper,
-    is_own,
+    end_node_server,
+    is_local_address,
     is_served,
-    start_keeper,
+    start_node_server,
 )
-from ds_hetero.elastic.node.leftovers import hold, sweep
 from ds_hetero.elastic.node.place import NodePlace, token_of
 from ds_hetero.elastic.node.processes import state_of, stopped_children
 from ds_hetero.elastic.node.round_store import STORE_TIMEOUT, interface_of, store_at
@@ -58,15 +58,15 @@ ENDED_WELL = "the job has ended well"
 PRIVATE_NAMES = (
     # Reads TORCH_ELASTIC_WORKER_IDENTICAL, without which agents exchange their numbers of workers through the store.
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._assign_worker_ranks",
-    # Called at the end of a forked worker, see `warm`.
+    # Called at the end of a forked worker, see `fork_server`.
     "threading:_shutdown",
     "atexit:_run_exitfuncs",
 )
-"""Private names that this room builds on; checked in the tests."""
+"""Private names that this module builds on; checked in the tests."""
 
 # Times are chosen, never measured.
-_NEXT_KEEPER_S = 3.0  # how long a keeper that cannot be reached is tried before the next one
-_GIVE_UP_S = 120.0  # how long keepers are tried before the agent ends
+_NEXT_NODE_SERVER_S = 3.0  # how long a node server that cannot be reached is tried before the next one
+_GIVE_UP_S = 120.0  # how long node servers are tried before the agent ends
 _HEARTBEAT_S = 1.0
 _RETRY_PERIOD_S = 0.1
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -74,28 +74,28 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BUSY_FACTOR = 10
 
 
-class KeeperRendezvous(RendezvousHandler):
-    """The handler of one agent.
+class AgentRendezvous(RendezvousHandler):
+    """torchrun's rendezvous handler of one agent.
 
-        state      _is_meeting  _broken  _closed    torchrun
-        meeting    True         None     None       waits in `next_rendezvous` for the round
-        running    False        None     None       runs the workers
-        broken     False        a reason None       sees `num_nodes_waiting` = 1, ends the workers, meets
-        closed     any          any      a reason   ends, because `next_rendezvous` raises
+        state      _is_waiting  _broken   _closed     torchrun
+        waiting    True         None      None        waits in `next_rendezvous` for the round
+        running    False        None      None        runs the workers
+        broken     False        a reason  None        sees `num_nodes_waiting` = 1, ends the workers, meets
+        closed     any          any       a reason    ends, because `next_rendezvous` raises
 
         event                                 transition
-        message "round"                       meeting -> running
+        message "round"                       waiting -> running
         message "broken"                      running -> broken
-        torchrun calls `next_rendezvous`      broken -> meeting; running -> meeting if the workers have ended
-        message "closed", or no keeper        any -> closed
-        lost connection, "redirect"           none: connect to another keeper, and send "meet" or "attach"
+        torchrun calls `next_rendezvous`      broken -> waiting; running -> waiting if the workers have ended
+        message "closed", or no node server   any -> closed
+        lost connection, "redirect"           none: connect to another node server, and send "meet" or "attach"
 
     Two threads use the state under ``_news``: torchrun's, and `_listen`. `_send_heartbeats` only sends.
 
     Args:
         agent: name of this agent, which never changes.
-        endpoint: of the keeper that serves the rendezvous at first.
-        address: at which other nodes reach this one.
+        endpoint: host and port of the node server that serves the rendezvous at first.
+        address: under which other nodes reach this one.
         terms: properties that all agents must have in common.
         backend: name under which torchrun has asked for the handler.
     """
@@ -106,8 +106,9 @@ class KeeperRendezvous(RendezvousHandler):
         self._backend = backend
         self._place, self._agent, self._address, self._terms = place, agent, address, terms
         self._token = token_of(place.job)
-        # An agent that was killed goes to its last keeper first: the rendezvous may have moved away from ``endpoint``.
-        latest = place.read(f"meeting-{agent}.json")
+        # An agent that was killed first tries the node server that it had last: the rendezvous may have moved away from
+        # ``endpoint``.
+        latest = place.read(f"rendezvous-{agent}.json")
         latest_endpoints = [] if latest is None else [(str(latest["host"]), int(latest["port"]))]
         self._endpoints = list(dict.fromkeys([*latest_endpoints, endpoint]))  # in the order in which they are tried
         self._connected_to = endpoint
@@ -118,7 +119,7 @@ class KeeperRendezvous(RendezvousHandler):
         self._store_address: tuple[str, int] | None = None  # of the present round
         self._broken: str | None = None
         self._closed: str | None = None
-        self._is_meeting = False
+        self._is_waiting = False
         self._round_began_s = time.monotonic()
         self._last: Message = {}  # `LastWords` to send with the next "meet"
         self._has_left = threading.Event()
@@ -155,49 +156,51 @@ class KeeperRendezvous(RendezvousHandler):
         return 1
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round; once more if a member is lost before the round's store is reached.
+        """Wait for the next round; return this agent's rank, the number of agents and the round's store.
+
+        Waits again if a member is lost before this agent has reached the store.
 
         Raises:
             RendezvousClosedError: the job has ended; the message is the reason.
         """
         self._last = self._last_words()
         while True:
-            round_ = self._meet()
+            begun_round = self._meet()
             self._last = {}
             try:
-                return self._information(round_)
+                return self._information(begun_round)
             except (DistError, OSError) as error:
                 logger.warning("a member was lost during the rendezvous, which is repeated: %s", error)
 
     def _meet(self) -> Message:
-        """Come to meet, and wait until a round begins. Raises `RendezvousClosedError`: the job has ended."""
+        """Come to the rendezvous, and wait until a round begins. Raises `RendezvousClosedError`: the job has ended."""
         previous_number = self._round["number"]
         with self._news:
-            self._is_meeting = True
+            self._is_waiting = True
             self._broken = None
             self._store_address = None
-            self._send_if_connected(self._hello("meet"))
+            self._send_if_connected(self._first_message("meet"))
         if not self._is_connected:
             self._is_connected = True
             self._connect()
             threading.Thread(target=self._listen, daemon=True).start()
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
         with self._news:
-            while self._is_meeting and self._closed is None:
+            while self._is_waiting and self._closed is None:
                 self._news.wait()
             if self._closed is not None:
                 raise RendezvousClosedError(self._closed)
             assert self._round["number"] > previous_number
             return self._round
 
-    def _information(self, round_: Message) -> RendezvousInfo:
+    def _information(self, begun_round: Message) -> RendezvousInfo:
         """Create the round's store, or connect to it; set the environment of the workers."""
-        rank = round_["rank"]
-        world_size = len(round_["members"])
+        rank = begun_round["rank"]
+        world_size = len(begun_round["members"])
         if rank == 0:
             self._store = store_at(self._address)
             store_address = (self._address, self._store.port)
-            self._send_if_connected({"do": "store", "store": store_address, "number": round_["number"]})
+            self._send_if_connected({"do": "store", "store": store_address, "number": begun_round["number"]})
         else:
             store_address = self._wait_for_store_address()
             self._store = TCPStore(*store_address, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
@@ -207,7 +210,7 @@ class KeeperRendezvous(RendezvousHandler):
                 place_of.NODE: self._place.node,
                 place_of.AGENT: self._agent,
                 place_of.AGENT_PID: str(os.getpid()),
-                place_of.ROUND: str(round_["number"]),
+                place_of.ROUND: str(begun_round["number"]),
                 # All agents have the same number of workers, see `_terms`.
                 "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
             }
@@ -220,12 +223,13 @@ class KeeperRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, rank, world_size, RendezvousStoreInfo(*store_address))
 
     def _wait_for_store_address(self) -> tuple[str, int]:
-        """Wait for the message of rank 0's agent. Raises `WireError`: the round was broken before."""
+        """Return the address of the store, which rank 0's agent sends. Raises `WireError`: the round ended first."""
         with self._news:
             while self._store_address is None and self._broken is None and self._closed is None:
                 self._news.wait()
             if self._store_address is None:
-                raise WireError(self._broken or self._closed or "no store")
+                reason = self._broken or self._closed
+                raise WireError(f"the round ended before rank 0's agent sent the address of its store: {reason}")
             return self._store_address
 
     def shutdown(self) -> bool:
@@ -244,17 +248,18 @@ class KeeperRendezvous(RendezvousHandler):
         """Reason why the job has ended; None while it runs."""
         return self._closed
 
-    def _hello(self, kind: str) -> Message:
+    def _first_message(self, kind: str) -> Message:
         """Return the first message of a connection: "meet" or "attach", see `messages`."""
         info = {
             "node": self._place.node,
             "address": self._address,
-            "keeper": self._place.address(),
+            "node_server": self._place.address(),
             "terms": self._terms,
             "card": os.environ.get(place_of.CARD),
         }
-        round_ = {name: self._round[name] for name in ("number", "members", "keepers") if name in self._round}
-        return {"do": kind, "agent": self._agent, "info": info, "round": round_, "last": self._last}
+        keys = [key for key in ("number", "members", "node_servers") if key in self._round]
+        latest_round = {key: self._round[key] for key in keys}
+        return {"do": kind, "agent": self._agent, "info": info, "round": latest_round, "last": self._last}
 
     def _last_words(self) -> Message:
         """Return `LastWords` of the workers of the previous round: the first error that is not about a lost peer."""
@@ -276,15 +281,15 @@ class KeeperRendezvous(RendezvousHandler):
         return heartbeats
 
     def _connect(self) -> None:
-        """Connect to the first keeper that answers; close the rendezvous if none answers for `_GIVE_UP_S`.
+        """Connect to the first node server that answers; close the rendezvous if none answers for `_GIVE_UP_S`.
 
-        The first endpoint is tried alone for `_NEXT_KEEPER_S`, then the first two in turn, then the first three. So the
-        agents of a round, which all have the same list, do not scatter over several keepers.
+        The first endpoint is tried alone for `_NEXT_NODE_SERVER_S`, then the first two in turn, then the first three,
+        and so on. So the agents of a round, which all have the same list, do not scatter over several node servers.
         """
         begin_s = time.monotonic()
         latest_error = ""
         while time.monotonic() - begin_s < _GIVE_UP_S and not self._has_left.is_set():
-            num_endpoints = 1 + int((time.monotonic() - begin_s) / _NEXT_KEEPER_S)
+            num_endpoints = 1 + int((time.monotonic() - begin_s) / _NEXT_NODE_SERVER_S)
             for endpoint in self._endpoints[:num_endpoints]:
                 try:
                     wire = connect(*endpoint, self._token, CONNECT_TIMEOUT_S)
@@ -292,30 +297,30 @@ class KeeperRendezvous(RendezvousHandler):
                     # Under the lock: otherwise `_meet` could change the state after "attach" was sent, and would not
                     # send "meet" over this connection.
                     with self._news:
-                        wire.send(self._hello("meet" if self._is_meeting else "attach"))
+                        wire.send(self._first_message("meet" if self._is_waiting else "attach"))
                         self._wire = wire
                         self._connected_to = endpoint
                 except OSError as error:
                     latest_error = f"{endpoint[0]}:{endpoint[1]}: {error}"
                     continue
                 try:
-                    self._place.write(f"meeting-{self._agent}.json", {"host": endpoint[0], "port": endpoint[1]})
+                    self._place.write(f"rendezvous-{self._agent}.json", {"host": endpoint[0], "port": endpoint[1]})
                 except OSError as error:
                     logger.warning("workers of node %s cannot reach the rendezvous: %s", self._place.node, error)
                 return
             time.sleep(_RETRY_PERIOD_S)
         with self._news:
-            self._closed = f"no keeper of job {self._place.job} could be reached: {latest_error}"
+            self._closed = f"no node server of job {self._place.job} could be reached: {latest_error}"
             self._news.notify_all()
 
     def _listen(self) -> None:
-        """Receive messages, and connect to another keeper when the connection is lost; runs in a thread."""
+        """Receive messages, and connect to another node server when the connection is lost; runs in a thread."""
         while not self._has_left.is_set() and self._closed is None:
             wire = self._wire
             try:
                 if wire is None:
-                    raise WireError("no connection")
-                self._take(wire.receive())
+                    raise WireError("this agent is not connected to a node server")
+                self._apply_message(wire.receive())
             except (OSError, ValueError, AttributeError):
                 if self._has_left.is_set() or self._closed is not None:
                     return
@@ -323,30 +328,30 @@ class KeeperRendezvous(RendezvousHandler):
                     wire.close()
                 self._connect()
 
-    def _take(self, message: Message) -> None:
-        """Apply a message of the keeper. Raises `WireError` for a redirect: `_listen` then connects anew."""
+    def _apply_message(self, message: Message) -> None:
+        """Apply a message of the node server. Raises `WireError` for a redirect: `_listen` then connects anew."""
         with self._news:
             if "round" in message:
                 self._round = message["round"]
-                self._is_meeting = False
+                self._is_waiting = False
                 self._broken = None
                 self._round_began_s = time.monotonic()
-                keepers = [tuple(info["keeper"]) for info in self._round["infos"] if info.get("keeper")]
-                self._endpoints = list(dict.fromkeys([self._connected_to, *keepers]))
+                node_servers = [tuple(info["node_server"]) for info in self._round["infos"] if info.get("node_server")]
+                self._endpoints = list(dict.fromkeys([self._connected_to, *node_servers]))
             elif "store" in message and message["number"] == self._round["number"]:
                 self._store_address = tuple(message["store"])
             elif "redirect" in message:
                 host, port = message["redirect"]
                 self._endpoints = list(dict.fromkeys([(str(host), int(port)), *self._endpoints]))
-                raise WireError("the agents meet at another keeper")
-            elif "broken" in message and not self._is_meeting:
+                raise WireError("the agents meet at another node server")
+            elif "broken" in message and not self._is_waiting:
                 self._broken = message["broken"]
             elif "closed" in message or "error" in message:
                 self._closed = message.get("closed") or message["error"]
             self._news.notify_all()
 
     def _send_if_connected(self, message: Message) -> None:
-        """Send a message. If the connection is lost, `_listen` makes a new one, which starts with `_hello`."""
+        """Send a message. If the connection is lost, `_listen` makes a new one, which starts with `_first_message`."""
         wire = self._wire
         try:
             if wire is not None:
@@ -355,13 +360,13 @@ class KeeperRendezvous(RendezvousHandler):
             wire.close()  # type: ignore[union-attr]
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats, and watch those of the workers; runs in a thread."""
+        """Send heartbeats of this agent, and watch the heartbeats of its workers; runs in a thread."""
         while not self._has_left.wait(_HEARTBEAT_S):
             self._send_if_connected({"do": "alive"})
             self._end_silent_workers()
 
     def _end_silent_workers(self) -> None:
-        """Kill workers without a heartbeat: stopped ones after ``SILENCE``, others after `_BUSY_FACTOR` times that."""
+        """Kill silent workers: stopped ones after ``SILENCE`` seconds, others after `_BUSY_FACTOR` times as long."""
         limit_s = float(os.environ.get(place_of.SILENCE, "30"))
         heartbeats = self._heartbeats()
         for path, beat in heartbeats:
@@ -371,7 +376,7 @@ class KeeperRendezvous(RendezvousHandler):
                 if silent_s > limit_s and (state_of(pid) in "Tt" or silent_s > _BUSY_FACTOR * limit_s):
                     path.unlink()
                     os.kill(pid, signal.SIGKILL)
-        is_round_old = not self._is_meeting and time.monotonic() - self._round_began_s > limit_s
+        is_round_old = not self._is_waiting and time.monotonic() - self._round_began_s > limit_s
         if is_round_old and not heartbeats:  # workers that were stopped before their first heartbeat
             for pid in stopped_children(os.getpid()):
                 with contextlib.suppress(OSError):
@@ -379,11 +384,11 @@ class KeeperRendezvous(RendezvousHandler):
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the handler of an agent; start the node's keeper if none runs.
+    """Create the handler of an agent; start the node's server if none runs.
 
     Args:
         params: of torchrun: ``--rdzv-id`` is the name of the job, ``--rdzv-endpoint`` the address of the first node's
-            keeper, which may not run yet.
+            node server, which may not run yet.
 
     Raises:
         ConfigError: a name or the endpoint is invalid.
@@ -393,22 +398,22 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         raise ConfigError(f"--rdzv-endpoint must be HOST:PORT with a port of its own; got {params.endpoint!r}.")
     node = os.environ.get(place_of.NODE) or socket.gethostname()
     place = NodePlace.of(params.run_id, node)
-    hold(place)
+    lock_as_alive(place)
     sweep(place)
     address = params.local_addr or address_towards(host, int(port))
     agent = os.environ.get(place_of.AGENT) or f"{node}-0"
     if not is_served(place):
-        own_port = int(port) if is_own(host) else 0
-        rules = f'{{"least": {params.min_nodes}, "start": {params.max_nodes}}}'
+        local_port = int(port) if is_local_address(host) else 0
+        rules = f'{{"min_agents": {params.min_nodes}, "agents_at_start": {params.max_nodes}}}'
         try:
-            keeper = start_keeper(place, address, own_port, rules)
+            node_server = start_node_server(place, address, local_port, rules)
         except ConfigError:
-            if not own_port:
+            if not local_port:
                 raise
-            # Another "node" on this machine has taken the port first, as in tests.
-            keeper = start_keeper(place, address, 0, rules)
-        atexit.register(end_keeper, keeper, place, agent)
-    return KeeperRendezvous(place, agent, (host, int(port)), address, _terms(), params.backend)
+            # A node server of another node on this machine has the port already, as in tests.
+            node_server = start_node_server(place, address, 0, rules)
+        atexit.register(end_node_server, node_server, place, agent)
+    return AgentRendezvous(place, agent, (host, int(port)), address, _terms(), params.backend)
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -422,16 +427,16 @@ def _terms() -> Message:
     return {"number of workers of an agent": _worker_count(sys.argv), **releases}
 
 
-_COUNTS = ("nproc-per-node", "nproc_per_node")
+_WORKER_COUNT_OPTIONS = ("nproc-per-node", "nproc_per_node")
 
 
 def _worker_count(arguments: Sequence[str]) -> str:
     """Return torchrun's ``--nproc-per-node N`` or ``--nproc-per-node=N`` on the command line; its default is 1."""
     for option, following in pairwise(arguments):
-        if option.strip("-") in _COUNTS:
+        if option.strip("-") in _WORKER_COUNT_OPTIONS:
             return following
     for argument in arguments:
         option, _, value = argument.partition("=")
-        if option.strip("-") in _COUNTS:
+        if option.strip("-") in _WORKER_COUNT_OPTIONS:
             return value
     return "1"

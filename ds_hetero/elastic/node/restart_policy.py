@@ -41,13 +41,13 @@ class RestartPolicy:
         self._latest_failure[error] = number, step
         return None
 
-    def note_begin(self, num_agents: int, *, of_same_agents: bool) -> str | None:
+    def note_begin(self, num_agents: int, *, has_same_agents: bool) -> str | None:
         """Record that a round is about to begin. Return why the job must end instead; None if the round may begin.
 
         Args:
-            of_same_agents: this server began the previous round with the same agents.
+            has_same_agents: this server began the previous round with the same agents.
         """
-        is_again = of_same_agents and not self._has_stepped
+        is_again = has_same_agents and not self._has_stepped
         self._rounds_in_vain = self._rounds_in_vain + 1 if is_again else 0
         if self._rounds_in_vain == _MAX_ROUNDS_IN_VAIN:
             return (

@@ -136,17 +136,17 @@ def connect(host: str, port: int, token: bytes, timeout_s: float) -> Wire:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = _receive_exactly(connected, len(_MAGIC) + _NONCE_BYTES, deadline_s)
         if hello[: len(_MAGIC)] != _MAGIC:
-            raise WireError(f"{host}:{port} is not a keeper of this release of ds_hetero")
+            raise WireError(f"{host}:{port} is not a node server of this release of ds_hetero")
         client_nonce = secrets.token_bytes(_NONCE_BYTES)
         nonces = hello[len(_MAGIC) :] + client_nonce
-        connected.sendall(client_nonce + _derived(token, b"client", nonces))
+        connected.sendall(client_nonce + _derive(token, b"client", nonces))
         answer = _receive_exactly(connected, _MAC_BYTES, deadline_s)
-        if not hmac.compare_digest(answer, _derived(token, b"server", nonces)):
+        if not hmac.compare_digest(answer, _derive(token, b"server", nonces)):
             raise WireError(f"{host}:{port} has another token: it belongs to another job or to another user")
     except BaseException:
         close(connected)
         raise
-    to_server, to_client = _derived(token, b"to server", nonces), _derived(token, b"to client", nonces)
+    to_server, to_client = _derive(token, b"to server", nonces), _derive(token, b"to client", nonces)
     return Wire(connected, timeout_s, (to_server, to_client))
 
 
@@ -167,10 +167,10 @@ def welcome(connected: socket.socket, token: bytes, handshake_s: float, timeout_
     connected.sendall(_MAGIC + server_nonce)
     answer = _receive_exactly(connected, _NONCE_BYTES + _MAC_BYTES, deadline_s)
     nonces = server_nonce + answer[:_NONCE_BYTES]
-    if not hmac.compare_digest(answer[_NONCE_BYTES:], _derived(token, b"client", nonces)):
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _derive(token, b"client", nonces)):
         raise WireError("the other side has another token")
-    connected.sendall(_derived(token, b"server", nonces))
-    to_server, to_client = _derived(token, b"to server", nonces), _derived(token, b"to client", nonces)
+    connected.sendall(_derive(token, b"server", nonces))
+    to_server, to_client = _derive(token, b"to server", nonces), _derive(token, b"to client", nonces)
     return Wire(connected, timeout_s, (to_client, to_server))
 
 
@@ -201,15 +201,18 @@ def _depth_of(text: bytes) -> int:
     return deepest
 
 
-def _derived(token: bytes, purpose: bytes, nonces: bytes) -> bytes:
+def _derive(token: bytes, purpose: bytes, nonces: bytes) -> bytes:
+    """Return a key, or a proof of the token, for one purpose and one connection."""
     return hmac.digest(token, purpose + b"\0" + nonces, hashlib.sha256)
 
 
 def _mac_of(key: bytes, number: int, text: bytes) -> bytes:
+    """Return the HMAC of a message and its number."""
     return hmac.digest(key, _NUMBER.pack(number) + text, hashlib.sha256)
 
 
 def _receive_exactly(connected: socket.socket, count: int, deadline_s: float) -> bytes:
+    """Receive ``count`` bytes until a deadline; see `_fill`."""
     buffer = bytearray(count)
     _fill(connected, memoryview(buffer), deadline_s)
     return bytes(buffer)
@@ -227,6 +230,7 @@ def _fill(connected: socket.socket, view: memoryview, deadline_s: float) -> None
 
 
 def _send_all(connected: socket.socket, view: memoryview, timeout_s: float) -> None:
+    """Send all bytes of ``view`` within ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     done = 0
     while done < len(view):

@@ -1,1 +1,1 @@
-"""accelerate's private names, and nothing else."""
+"""Adapter of accelerate: it counts replicas instead of ranks."""

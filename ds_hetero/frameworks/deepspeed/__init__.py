@@ -1,1 +1,1 @@
-"""DeepSpeed's private names, and nothing else: its engine, its ZeRO optimizers, its checkpoints."""
+"""Adapter of DeepSpeed: its engine, ZeRO optimizers and checkpoints. Only here are DeepSpeed's private names used."""

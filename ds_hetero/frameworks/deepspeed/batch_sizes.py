@@ -1,13 +1,17 @@
-"""Batch sizes of an engine that is built as if there were no sequence parallelism.
+"""Batch sizes of DeepSpeed's engine, which is built as if there were no sequence parallelism.
 
-DeepSpeed is given sizes of such an engine, and the finished engine reports those of the replicas.
+`plain_configuration` returns the batch sizes with which the engine is built. `report_batches_of_replicas` then
+overwrites the sizes that the finished engine reports with those of the replicas.
+
+Example: 4 ranks are 2 replicas of 2 ranks each, with micro-batches of 3 samples and 5 accumulation steps. DeepSpeed
+gets ``train_batch_size`` 30 = 3 * 5 * 2, and ``sequence_parallel_size`` 4 / 2 = 2.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-from ds_hetero.engine.ds_config import DsConfig, says_batches
+from ds_hetero.engine.ds_config import DsConfig, sets_batch_by_rank
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Engine, State
 from ds_hetero.runtime.replica import Replica
@@ -17,53 +21,70 @@ BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | None) -> State:
-    """Make a configuration without sequence parallelism. Raises `ConfigError`: another global batch.
+    """Return the configuration with which DeepSpeed builds an engine without sequence parallelism.
 
     Batch sizes that follow from the others are filled in, since DeepSpeed would compute them as fractions. Replicas
-    that take different batches are, to DeepSpeed, one that takes batches of one sample; `report_batches_of_replicas`
-    corrects that in the finished engine.
+    that take different batches are described to DeepSpeed as one replica with batches of one sample;
+    `report_batches_of_replicas` corrects that in the finished engine.
 
     Args:
+        ds_config: the user's configuration.
+        replica: this rank's replica.
         sp_size: the sequence-parallel size that the user gave, if any.
+
+    Raises:
+        ConfigError: the configuration has another global batch than the replicas together.
     """
     config = {key: value for key, value in ds_config.items() if key != "data_parallel_size"}
-    total, micro, steps = (config.get(name) for name in BATCH_SIZES)
+    global_batch, micro_batch, accum_steps = (config.get(name) for name in BATCH_SIZES)
     split, num_replicas = replica.batch_split, replica.num_replicas
     if split is not None:
-        if not says_batches(ds_config):  # which were compared when they became a plan
+        if not sets_batch_by_rank(ds_config):  # with "batch" the sizes were compared when the plan was made
             expect_batch_of_replicas(ds_config, split, dist.get_world_size(), sp_size)
-        num_replicas, total, micro, steps = 1, split.micro_steps, 1, split.micro_steps
+        # One replica that takes one sample in each micro-batch: its global batch is the number of micro-batches.
+        num_replicas = micro_batch = 1
+        global_batch = accum_steps = split.micro_steps
     config["sequence_parallel_size"] = dist.get_world_size() / num_replicas
-    if micro is None and total is not None:
-        micro = total // ((steps or 1) * num_replicas)
-    if steps is None and micro:
-        steps = total // (micro * num_replicas) if total is not None else 1
-    if total is None and micro and steps:
-        total = micro * steps * num_replicas
-    config.update({name: n for name, n in zip(BATCH_SIZES, (total, micro, steps), strict=True) if n is not None})
-    return config
+    if micro_batch is None and global_batch is not None:
+        micro_batch = global_batch // ((accum_steps or 1) * num_replicas)
+    if accum_steps is None and micro_batch:
+        accum_steps = global_batch // (micro_batch * num_replicas) if global_batch is not None else 1
+    if global_batch is None and micro_batch and accum_steps:
+        global_batch = micro_batch * accum_steps * num_replicas
+    sizes = dict(zip(BATCH_SIZES, (global_batch, micro_batch, accum_steps), strict=True))
+    return {**config, **{name: size for name, size in sizes.items() if size is not None}}
 
 
 def expect_batch_of_replicas(ds_config: DsConfig, split: BatchSplit, world_size: int, sp_size: int | None) -> None:
-    """Refuse a configuration whose global batch is not that of the replicas. Raises `ConfigError`."""
-    total, micro, steps = (ds_config.get(name) for name in BATCH_SIZES)
-    samples_by_setting = {"train_batch_size": total}
-    if micro is not None:
-        workers = world_size // (sp_size or world_size)
-        product = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps or 1} x {workers}"
-        samples_by_setting[product] = micro * (steps or 1) * workers
+    """Check that a configuration has the global batch of the replicas. Raises `ConfigError`: it has another one.
+
+    Args:
+        ds_config: the user's configuration.
+        split: samples that each replica takes in an optimizer step.
+        world_size: number of all ranks.
+        sp_size: the sequence-parallel size that the user gave; None counts all ranks as one worker.
+    """
+    global_batch, micro_batch, accum_steps = (ds_config.get(name) for name in BATCH_SIZES)
+    accum_steps = accum_steps or 1
+    samples_by_setting = {"train_batch_size": global_batch}
+    if micro_batch is not None:
+        num_workers = world_size // (sp_size or world_size)
+        product = (
+            f"train_micro_batch_size_per_gpu {micro_batch} x gradient_accumulation_steps {accum_steps} x {num_workers}"
+        )
+        samples_by_setting[product] = micro_batch * accum_steps * num_workers
     for setting, samples in samples_by_setting.items():
         if samples is not None and samples != split.samples:
             raise ConfigError(
                 f"the replicas of the schedule take {split} per optimizer step, but {setting} is {samples}. "
-                f"Make the global batch {split.samples}, leave it out where that is possible, or change the replicas' "
-                "micro_batch_size and micro_batches."
+                f"Set the global batch to {split.samples}, leave its keys out, or change micro_batch_size and "
+                "micro_batches of the replicas in the schedule."
             )
 
 
 def report_batches_of_replicas(engine: Engine, replica: Replica) -> None:
-    """Let a finished engine count replicas, and the samples of all of them, in its reports."""
-    engine.dp_world_size = replica.num_replicas  # for set_train_batch_size; ZeRO's world is seq_dp_world_size
+    """Set the numbers of replicas and of samples that a finished engine reports."""
+    engine.dp_world_size = replica.num_replicas  # read by set_train_batch_size; ZeRO reads seq_dp_world_size
     split = replica.batch_split
     if split is not None:
         engine._config.train_batch_size = engine.tput_timer.batch_size = split.samples

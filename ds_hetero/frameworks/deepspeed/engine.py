@@ -1,14 +1,16 @@
-"""DeepSpeed: the engine is built as if there were no sequence parallelism, then DeepSpeed's groups are the replica's.
+"""Replace `deepspeed.initialize`: build engines whose models are split over the sequence, or run whole on every rank.
 
-DeepSpeed divides gradients by world size over sequence-parallel size on most paths and by the plain world size on
-others (ZeRO-3 with reduce_scatter). Shown no sequence parallelism while an engine is built, it divides by the plain
-world size on all of them, which is right for the loss recipe that DeepSpeed and transformers document (an all_gather
-of the ranks' mean losses, weighted by tokens, whose backward adds up over the ranks) and for `Handle.loss`. Batch
-sizes are kept right by ``sequence_parallel_size`` in the configuration, which ``DeepSpeedConfig`` reads where it is
-given no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
+The engine is built as if there were no sequence parallelism. The reason is how DeepSpeed averages gradients. With
+sequence parallelism it divides by world size over sequence-parallel size on most paths, but by the world size on others
+(ZeRO-3 with reduce_scatter). Without, it divides by the world size everywhere. That is right for `Handle.loss`, and for
+the loss recipe that DeepSpeed and transformers document: an all_gather of the ranks' mean losses, weighted by tokens,
+whose backward adds up over the ranks.
 
-`names` lists the names of DeepSpeed that are not documented. `install` replaces names of its modules; `hooks` wraps the
-methods of an engine that has been built, by the rows of `hook_table`.
+Batch sizes stay right through ``sequence_parallel_size`` in the configuration, which ``DeepSpeedConfig`` reads if it
+gets no mpu. When the engine is built, `deepspeed.utils.groups` reports the replica's groups.
+
+`names` lists the private names of DeepSpeed. `install` replaces names of its modules; `hook_table` lists the hooks
+around methods of an engine.
 """
 
 from __future__ import annotations
@@ -25,29 +27,33 @@ from deepspeed.runtime.zero import partition_parameters
 
 from ds_hetero.common.announce import announce
 from ds_hetero.common.text import listed
-from ds_hetero.decision.decide import sp_size_of
-from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts, says_batches
+from ds_hetero.decision.resolve import sp_size_of
+from ds_hetero.engine.ds_config import DsConfig, has_active_section, read_training_facts, sets_batch_by_rank
+from ds_hetero.engine.monitoring import monitor_steps
 from ds_hetero.engine.patching import Function, around
-from ds_hetero.engine.registry import PreparedModel, Registry
-from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.trained.model import TrainedModel
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.frameworks.deepspeed.checks import checks_of_model
-from ds_hetero.frameworks.deepspeed.given_configuration import agreed_configuration
-from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
-from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
-from ds_hetero.frameworks.deepspeed.installer import EngineHooks, HookedEngine, Installer
+from ds_hetero.frameworks.deepspeed.configuration_argument import read_same_configuration
+from ds_hetero.frameworks.deepspeed.hook_makers import EngineHooks
+from ds_hetero.frameworks.deepspeed.hook_table import hooks_of_pipelines, hooks_of_replica
+from ds_hetero.frameworks.deepspeed.hooked_engine import HookedEngine
+from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.frameworks.deepspeed.late_registration import note_engine
+from ds_hetero.frameworks.deepspeed.losses import scaling_of
 from ds_hetero.frameworks.deepspeed.mpu import SequenceMpu, mpu_of_replica, sequence_parallelism_hidden
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES, ZERO_3_IDENTITIES
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
+from ds_hetero.frameworks.deepspeed.replica_engine import ReplicaEngine
 from ds_hetero.frameworks.deepspeed.stock_ulysses import SIZE_OF_CONFIGURATION, StockUlysses, refuse_shards
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
 from ds_hetero.frameworks.deepspeed.zero.stale_gradients import clear_stale_gradients
 from ds_hetero.job.start import World
-from ds_hetero.runtime.data.loss_graph import note_identities
+from ds_hetero.runtime.data.graph_nodes import note_identities
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_checks import StepChecks
 from ds_hetero.runtime.step_clock import IDLE, running_clock
@@ -55,12 +61,12 @@ from ds_hetero.values.section import SECTION, expect_section_name
 
 
 def install(registry: Registry) -> None:
-    """Replace stock Ulysses, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
+    """Replace `deepspeed.initialize`, stock Ulysses and how ZeRO-3 gathers, and let the clock time collectives."""
     replace = registry.patches.replace
     ulysses = StockUlysses(registry)
     replace(deepspeed, "initialize", around(_initialize, registry, ulysses))
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", around(ulysses.adapt))
-    # A class method and a static method: what is replaced is the function inside of each.
+    # A class method and a static method: the function inside each is replaced.
     registering = around(ulysses.register)
     replace(
         ulysses_sp.UlyssesSPAttentionHF,
@@ -77,19 +83,19 @@ def install(registry: Registry) -> None:
 
 
 def _initialize(registry: Registry, ulysses: StockUlysses, stock: Function, *args: object, **kwargs: object) -> object:
-    """Replace `deepspeed.initialize`: with a section, convert the model and build the engine on it; else call stock.
+    """Replace `deepspeed.initialize`: with a section, convert the model and build our engine; else call DeepSpeed's.
 
     Caller: every rank of the world.
     """
-    given = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
-    ds_config = agreed_configuration(given)
+    arguments = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+    ds_config = read_same_configuration(arguments)
     pending = ulysses.take_pending()
-    if ds_config is None or not enabled(ds_config):
+    if ds_config is None or not has_active_section(ds_config):
         expect_section_name(ds_config or {})
         if pending is not None and pending.error is not None:
             raise pending.error
         elastic.refuse_other_engines(f'an engine without a "{SECTION}" section')
-        registry.note_unsplit(given.get("model"))
+        registry.note_unsplit(arguments.get("model"))
         registry.say_stock("deepspeed.initialize was given none")
         return stock(*args, **kwargs)
     if pending is not None:
@@ -97,94 +103,102 @@ def _initialize(registry: Registry, ulysses: StockUlysses, stock: Function, *arg
     unknown = unknown_keys(ds_config)
     if unknown and World.current().rank == 0:
         announce(
-            f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
-            "training on unequal ranks is not known"
+            f"ds_config.json has {listed(unknown)}, which no release of DeepSpeed that was tried reads: its effect on "
+            "training with unequal ranks is not known"
         )
     try:
-        request = registry.request_of(ds_config)
-        installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
-        hooked, built = installer(registry, stock, given, ds_config).install()
-        registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
+        hooked: HookedEngine
+        if registry.request_of(ds_config).is_of_pipelines:
+            pipelined, initialize_result = PipelineInstaller(registry, stock, arguments, ds_config).install()
+            hooked, rows = pipelined, hooks_of_pipelines(pipelined)
+        else:
+            on_replica, initialize_result = ReplicaInstaller(registry, stock, arguments, ds_config).install()
+            hooked, rows = on_replica, hooks_of_replica(on_replica)
+        registry.patches.on_undo(EngineHooks(hooked.engine, rows).remove)
         if hooked.elastic is not None:
             hooked.monitor.keep_events(hooked.elastic.events)
     finally:
         registry.forget_request()
-    note_engine(built[0])
-    return built
+    engine, *_ = initialize_result
+    note_engine(engine)
+    return initialize_result
 
 
-class EngineInstaller(Installer):
-    """Installs an engine whose model is split over the sequence, or runs whole on every rank."""
+class ReplicaInstaller(Installer):
+    """Builds an engine whose model is split over the sequence, or runs whole on every rank."""
 
-    def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
+    def install(self) -> tuple[ReplicaEngine, tuple[Any, ...]]:
         """Convert the model, then build the engine on it; see `Installer.install`."""
-        model = self._given["model"]
+        model = self._arguments["model"]
         _expect_supported(model, self._ds_config)
         sizes = self._sp_sizes_by_source()
-        prepared = self._registry.prepare(model, self._ds_config, sizes)
+        trained = self._registry.prepare(model, self._ds_config, sizes)
         note_identities(ZERO_3_IDENTITIES)
-        built = self._build(prepared, sp_size_of(sizes))
-        engine = built[0]
+        initialize_result = self._build(trained, sp_size_of(sizes))
+        engine, *_ = initialize_result
         clear_stale_gradients(engine)
-        report_batches_of_replicas(engine, prepared.model.replica)
-        # Built without sequence parallelism, the engine has no such group; users of it ask for the replica's.
-        engine.seq_parallel_group = prepared.model.replica.sp_group
-        prepared.prediction_check.start()
-        prepared.elastic = self._keep_in_memory(engine, prepared.start)
-        return self._hooked(prepared, engine), built
+        report_batches_of_replicas(engine, trained.replica)
+        # An engine that is built without sequence parallelism has no such group. Its users expect the replica's.
+        engine.seq_parallel_group = trained.replica.sp_group
+        trained.prediction_check.start()
+        trained.elastic = self._keep_in_memory(engine, trained.start)
+        return self._hooked(trained, engine), initialize_result
 
     def _sp_sizes_by_source(self) -> dict[str, int | None]:
-        """Return the sequence-parallel size by each place that may say it; None where it does not."""
-        mesh = self._given.get("mesh_param")
+        """Return the sequence-parallel size in each place where it can be set; None in a place that does not set it."""
+        mesh = self._arguments.get("mesh_param")
         return {
             SIZE_OF_CONFIGURATION: read_training_facts(self._ds_config).sp_size,
             "mesh_param of deepspeed.initialize": mesh[1] if mesh else None,
-            "the mpu given to deepspeed.initialize": _size_of_mpu(self._given.get("mpu")),
+            "the mpu given to deepspeed.initialize": _size_of_mpu(self._arguments.get("mpu")),
             "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
-            f'"{SECTION}.batch", which splits no sequence,': 1 if says_batches(self._ds_config) else None,
+            f'"{SECTION}.batch", which splits no sequence,': 1 if sets_batch_by_rank(self._ds_config) else None,
         }
 
-    def _hooked(self, prepared: PreparedModel, engine: Any) -> SplitEngine:
-        """Return the engine with what the hooks around its methods need."""
-        hooked = SplitEngine(
+    def _hooked(self, trained: TrainedModel, engine: Any) -> ReplicaEngine:
+        """Return the engine with the state of its hooks."""
+        hooked = ReplicaEngine(
             engine=engine,
-            model=prepared.model,
-            clock=prepared.model.clock,
-            monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
-            prediction_check=prepared.prediction_check,
-            note_destroyed=functools.partial(setattr, prepared, "is_destroyed", True),
+            trained=trained,
+            clock=trained.clock,
+            monitor=monitor_steps(self._registry, trained, engine.steps_per_print(), engine.monitor),
+            prediction_check=trained.prediction_check,
+            scaling=scaling_of(trained),
             stage3=optimizers.stage3_checkpoints(engine),
-            elastic=prepared.elastic,
+            elastic=trained.elastic,
         )
-        if isinstance(prepared.model, WholeModel):
-            prepared.model.after_probe_run = stage3.forgetting_a_run(engine)
-        if prepared.start.section.checks.enabled:
+        if trained.batches is not None:
+            trained.batches.probes.after_run = stage3.make_run_eraser(engine)
+        if hooked.elastic is not None:
+            hooked.elastic.losses = trained.losses
+        if trained.start.section.checks.enabled:
             hooked.checks = StepChecks(checks_of_model(hooked))
         return hooked
 
     def _batch_configuration(self) -> DsConfig:
-        """Return the configuration, without a global batch where the engine trains nothing.
+        """Return the user's configuration; without "train_batch_size" if the engine has no optimizer.
 
-        A reference model gets the configuration of the trained model. There transformers has filled in
-        "train_batch_size": "auto" by counting ranks, and accelerate corrects that for the trained engine only.
+        A reference model (of DPO, for example) has no optimizer, and gets the configuration of the trained model.
+        transformers has replaced its "train_batch_size": "auto" by a number that counts ranks instead of replicas, and
+        accelerate corrects this number only for the trained engine.
         """
-        trains = self._given.get("optimizer") is not None or "optimizer" in self._ds_config
-        if trains or self._ds_config.get("train_micro_batch_size_per_gpu") is None:
+        has_optimizer = self._arguments.get("optimizer") is not None or "optimizer" in self._ds_config
+        if has_optimizer or self._ds_config.get("train_micro_batch_size_per_gpu") is None:
             return self._ds_config
         return {key: value for key, value in self._ds_config.items() if key != "train_batch_size"}
 
     @waiting_for_peers("building the engine")
-    def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
-        """Let stock build the engine without sequence parallelism and with our ZeRO optimizers."""
-        replica = prepared.model.replica
+    def _build(self, trained: TrainedModel, sp_size: int | None) -> tuple[Any, ...]:
+        """Let DeepSpeed build the engine without sequence parallelism, and with our ZeRO optimizers."""
+        replica = trained.replica
         config = plain_configuration(self._batch_configuration(), replica, sp_size)
         weights, nodes = optimizers.agree_on_owners(
-            prepared.start, self._ds_config, prepared.model.model, self._given.get("optimizer")
+            trained.start, self._ds_config, trained.module, self._arguments.get("optimizer")
         )
-        if prepared.start.facts.training.zero_stage == 3:
-            stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
+        if trained.start.facts.training.zero_stage == 3:
+            stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(trained.module))
         replica_state = mpu_of_replica(replica, sp_size)
-        # Why stock sees no sequence parallelism here: see the module.
+        # The docstring of this module says why DeepSpeed must see no sequence parallelism here.
         with (
             sequence_parallelism_hidden(replica_state, self._registry.patches),
             optimizers.optimizers_in_place(config, weights, nodes),
@@ -193,9 +207,9 @@ class EngineInstaller(Installer):
 
 
 def _size_of_mpu(mpu: Any) -> int | None:
-    """Return the sequence-parallel size that an mpu says; None where it says none."""
+    """Return the sequence-parallel size of an mpu; None if it has none."""
     if isinstance(mpu, SequenceMpu):
-        return mpu.size_given
+        return mpu.user_sp_size
     if hasattr(mpu, "get_sequence_parallel_world_size"):
         size: int = mpu.get_sequence_parallel_world_size()
         return size
@@ -203,14 +217,14 @@ def _size_of_mpu(mpu: Any) -> int | None:
 
 
 def _expect_supported(model: object, ds_config: DsConfig) -> None:
-    """Refuse DeepSpeed's own pipelines, and keys that this engine cannot honour. Raises `HeteroError`."""
+    """Check that the model is not a ``PipelineModule``, and that all keys are supported. Raises `HeteroError`."""
     if isinstance(model, deepspeed.PipelineModule):
-        raise ModelError("a PipelineModule cannot be split over the sequence; give deepspeed.initialize a plain model.")
+        raise ModelError("a PipelineModule cannot be split over the sequence. Give deepspeed.initialize a plain model.")
     expect_supported_keys(ds_config)
 
 
 def _timed(stock: Function) -> Function:
-    """Let the clock of the running engine see how long a collective keeps this rank."""
+    """Return a function that calls ``stock`` and records its duration as idle time in the running engine's clock."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(stock)

@@ -1,94 +1,135 @@
-"""All hooks around the methods of DeepSpeed's engines: `HOOKS`, one table.
+"""Tables of all hooks around the methods of DeepSpeed's engines: one for each kind of engine.
 
-The hooks of a method are listed outermost first: each of them calls the next, and the last one the engine's own method.
-Where their order matters the reason stands at the row.
+The hooks of a method are listed outermost first: each calls the next, and the last one calls the engine's own method.
+If their order matters, a comment says why. A part that an engine lacks has no hooks.
 """
 
 from __future__ import annotations
 
-from ds_hetero.frameworks.deepspeed import hooks as split
-from ds_hetero.frameworks.deepspeed.elastic import ElasticEngine
-from ds_hetero.frameworks.deepspeed.hooks import (
-    SplitEngine,
+from ds_hetero.frameworks.deepspeed.hook_makers import (
+    HookRow,
     after,
     after_optimizer_step,
     before,
-    check_step,
+    of,
     recording,
-    refuse_batch_sizes,
     waiting,
     within,
 )
-from ds_hetero.frameworks.deepspeed.installer import HookRow
+from ds_hetero.frameworks.deepspeed.hooked_engine import HookedEngine
 from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
-from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
-from ds_hetero.frameworks.deepspeed.pipeline.hooks import expect_passes, keep_books, run_passes
+from ds_hetero.frameworks.deepspeed.pipeline.hooks import keep_books, run_passes
 from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
+from ds_hetero.frameworks.deepspeed.replica_engine import ReplicaEngine
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
-from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
-from ds_hetero.runtime.step_clock import StepClock
 
-HOOKS = (
-    # Recorded before anything that may wait: another rank's diagnosis reads the record of a rank that hangs.
-    HookRow("forward", recording(FORWARD), PipelinedEngine),
-    HookRow("forward", waiting("running the passes of a step"), PipelinedEngine),
-    HookRow("forward", run_passes, PipelinedEngine),
-    # The probes of find_unit run forwards of their own, which are neither recorded nor timed.
-    HookRow("forward", before(split.note_forward), SplitEngine),
-    HookRow("forward", split.find_unit, SplitEngine),
-    HookRow("forward", within(split.record_common_forward), SplitEngine),
-    HookRow("forward", within(split.time_forward), SplitEngine),
-    HookRow("forward", waiting("running a forward"), SplitEngine),
-    HookRow("backward", recording(BACKWARD)),
-    HookRow("backward", keep_books, PipelinedEngine),
-    HookRow("backward", within(split.time_backward), SplitEngine),
-    HookRow("backward", waiting("running a backward"), SplitEngine),
-    # Innermost: its exchange of losses belongs to the backward that is timed, and may fail as one of its collectives.
-    HookRow("backward", split.scale_loss, SplitEngine),
-    HookRow("_backward_prologue", before(BackwardsOfStep.begin), SplitEngine, "backwards"),
-    HookRow("_backward_epilogue", before(StepClock.note_gradients), SplitEngine, "clock"),
-    HookRow("_backward_epilogue", after(BackwardsOfStep.end), SplitEngine, "backwards"),
-    # Outermost: state is saved after everything that a step changes, and copies must end before anything changes it.
-    HookRow("step", ElasticEngine.around_step, part="elastic"),
-    HookRow("step", recording(STEP)),
-    # take_times ends the step's record, so it stands around the phase that time_step writes into it.
-    HookRow("step", after_optimizer_step(split.take_times)),
-    HookRow("step", within(split.time_step)),
-    HookRow("step", after_optimizer_step(split.record_step), SplitEngine),
-    HookRow("step", waiting("running the engine's step")),
-    # Refusals, then the checks: they run collectives, which all ranks have to reach with the same step.
-    HookRow("step", before(expect_passes), PipelinedEngine),
-    HookRow("step", before(LossScaling.expect_scaled), SplitEngine, "scaling"),
-    HookRow("step", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
-    HookRow("step", before(check_step)),
-    HookRow("step", before(split.compare_changed), SplitEngine),
-    HookRow("zero_grad", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
-    HookRow("destroy", before(StepMonitor.report), part="monitor"),
-    HookRow("destroy", before(split.report_prediction), SplitEngine),
-    HookRow("set_train_batch_size", before(refuse_batch_sizes)),
-    HookRow("set_train_micro_batch_size", before(refuse_batch_sizes)),
-    # The time-out of a rank that died stands around the whole save, ours and DeepSpeed's.
-    HookRow("save_checkpoint", recording(SAVE)),
-    HookRow("save_checkpoint", waiting("saving a checkpoint")),
-    HookRow("save_checkpoint", save_pipelines, PipelinedEngine),
-    HookRow("save_checkpoint", split.save_checkpoint, SplitEngine),
-    HookRow("_copy_recovery_script", copy_script_last, SplitEngine, "engine"),
-    HookRow("module_state_dict", frozen_state, PipelinedEngine),
-    HookRow("load_checkpoint", waiting("loading a checkpoint"), PipelinedEngine),
-    HookRow("load_checkpoint", load_any_plan, PipelinedEngine),
-    # load_checkpoint reads the manifest before any file of DeepSpeed; raise_on_all_ranks stands around what may fail on
-    # one rank, since the ranks wait for each other after it.
-    HookRow("_load_checkpoint", waiting("loading a checkpoint"), SplitEngine),
-    HookRow("_load_checkpoint", split.load_checkpoint, SplitEngine),
-    HookRow("_load_checkpoint", raise_on_all_ranks, SplitEngine, "engine"),
-    HookRow("_load_checkpoint", Stage3Checkpoints.examine, SplitEngine, "stage3"),
-    HookRow("_load_zero_checkpoint", load_any_layout, SplitEngine, "engine"),
-    HookRow("_load_zero_checkpoint", Stage3Checkpoints.load_state, SplitEngine, "stage3"),
-    HookRow("load_module_state_dict", Stage3Checkpoints.load_frozen_parameters, SplitEngine, "stage3"),
-    HookRow("_get_all_ckpt_names", Stage3Checkpoints.list_model_files, SplitEngine, "stage3"),
-    HookRow("_get_param_fragment_func", Stage3Checkpoints.equal_shard, SplitEngine, "stage3"),
-)
-"""The hooks of each method, outermost first."""
+
+def hooks_of_replica(hooked: ReplicaEngine) -> list[HookRow]:
+    """Return the hooks of an engine whose model is split over the sequence, or runs whole on every rank."""
+    engine, trained = hooked.engine, hooked.trained
+    rows = [HookRow("forward", before(hooked.note_forward))]
+    if trained.batches is not None:
+        # It runs forwards as probes, which are neither recorded nor timed: it is outside of these hooks.
+        rows.append(HookRow("forward", trained.batches.around_forward))
+    rows += [
+        HookRow("forward", within(hooked.record_common_forward)),
+        HookRow("forward", within(hooked.time_forward)),
+        HookRow("forward", waiting("running a forward")),
+        HookRow("backward", recording(BACKWARD)),
+        HookRow("backward", within(hooked.time_backward)),
+        HookRow("backward", waiting("running a backward")),
+        # Innermost: its exchange of losses is part of the backward that is timed and that names lost ranks.
+        HookRow("backward", hooked.scale_loss),
+        HookRow("_backward_prologue", before(hooked.backwards.begin)),
+        HookRow("_backward_epilogue", before(hooked.clock.note_gradients)),
+        HookRow("_backward_epilogue", after(hooked.backwards.end)),
+        *_begin_of_step(hooked),
+        HookRow("step", after_optimizer_step(engine, hooked.record_step)),
+        HookRow("step", waiting("running the engine's step")),
+    ]
+    if hooked.scaling is not None:
+        # A refusal before the checks: checks run collectives, which all ranks have to reach in the same step.
+        rows.append(HookRow("step", before(hooked.scaling.expect_scaled)))
+    rows += [
+        HookRow("step", after(hooked.backwards.end_step)),
+        HookRow("step", before(hooked.check_step)),
+        HookRow("step", before(hooked.compare_changed)),
+        HookRow("zero_grad", after(hooked.backwards.end_step)),
+        HookRow("destroy", before(hooked.monitor.report)),
+        HookRow("destroy", before(hooked.report_prediction)),
+        *_fixed_batch_sizes(hooked),
+        # waiting names a rank that died during the whole save, DeepSpeed's part and ours.
+        HookRow("save_checkpoint", recording(SAVE)),
+        HookRow("save_checkpoint", waiting("saving a checkpoint")),
+        HookRow("save_checkpoint", hooked.save_checkpoint),
+        HookRow("_copy_recovery_script", of(engine, copy_script_last)),
+        # load_checkpoint reads the manifest before DeepSpeed reads any file. raise_on_all_ranks is around the part that
+        # may fail on one rank, since ranks wait for each other afterwards.
+        HookRow("_load_checkpoint", waiting("loading a checkpoint")),
+        HookRow("_load_checkpoint", hooked.load_checkpoint),
+        HookRow("_load_checkpoint", of(engine, raise_on_all_ranks)),
+        HookRow("_load_zero_checkpoint", of(engine, load_any_layout)),
+    ]
+    return rows if hooked.stage3 is None else rows + _hooks_of_stage3(hooked.stage3)
+
+
+def _hooks_of_stage3(stage3: Stage3Checkpoints) -> list[HookRow]:
+    """Return the hooks of ZeRO-3's checkpoints; they are the innermost ones, next to the engine's own methods."""
+    return [
+        HookRow("_load_checkpoint", stage3.examine),
+        HookRow("_load_zero_checkpoint", stage3.load_state),
+        HookRow("load_module_state_dict", stage3.load_frozen_parameters),
+        HookRow("_get_all_ckpt_names", stage3.list_model_files),
+        HookRow("_get_param_fragment_func", stage3.equal_shard),
+    ]
+
+
+def hooks_of_pipelines(hooked: PipelinedEngine) -> list[HookRow]:
+    """Return the hooks of an engine whose model is a stage of a pipeline."""
+    return [
+        # Outermost, before anything that may wait: when ranks hang, other ranks read these records to find out why.
+        HookRow("forward", recording(FORWARD)),
+        HookRow("forward", waiting("running the passes of a step")),
+        HookRow("forward", of(hooked, run_passes)),
+        HookRow("backward", recording(BACKWARD)),
+        HookRow("backward", of(hooked, keep_books)),
+        *_begin_of_step(hooked),
+        HookRow("step", waiting("running the engine's step")),
+        # A refusal before the checks: checks run collectives, which all ranks have to reach in the same step.
+        HookRow("step", before(hooked.expect_passes)),
+        HookRow("step", before(hooked.check_step)),
+        HookRow("destroy", before(hooked.monitor.report)),
+        *_fixed_batch_sizes(hooked),
+        # waiting names a rank that died during the whole save, DeepSpeed's part and ours.
+        HookRow("save_checkpoint", recording(SAVE)),
+        HookRow("save_checkpoint", waiting("saving a checkpoint")),
+        HookRow("save_checkpoint", of(hooked, save_pipelines)),
+        HookRow("module_state_dict", of(hooked, frozen_state)),
+        HookRow("load_checkpoint", waiting("loading a checkpoint")),
+        HookRow("load_checkpoint", of(hooked, load_any_plan)),
+    ]
+
+
+def _begin_of_step(hooked: HookedEngine) -> list[HookRow]:
+    """Return the hooks of ``step`` that are outside of all others: records, times, and saves of an elastic job."""
+    rows = [
+        HookRow("step", recording(STEP)),
+        # take_times ends the step's record, so it is outside of time_step, which writes a phase into that record.
+        HookRow("step", after_optimizer_step(hooked.engine, hooked.take_times)),
+        HookRow("step", within(hooked.time_step)),
+    ]
+    if hooked.elastic is None:
+        return rows
+    # Outermost: it saves the state after everything that a step changes, and waits for copies before anything changes.
+    return [HookRow("step", hooked.elastic.around_step), *rows]
+
+
+def _fixed_batch_sizes(hooked: HookedEngine) -> list[HookRow]:
+    """Return the hooks that raise an error when a script sets another batch size than the plan's."""
+    return [
+        HookRow("set_train_batch_size", before(hooked.refuse_batch_sizes)),
+        HookRow("set_train_micro_batch_size", before(hooked.refuse_batch_sizes)),
+    ]

@@ -1,127 +1,88 @@
-"""One call of `deepspeed.initialize` with a section: what is alike whether a model is split or cut into stages.
+"""Build an engine in a call of `deepspeed.initialize` with a section, and wrap the engine's methods with hooks.
 
-DeepSpeed is given batch sizes (`batch_sizes`), and an `mpu`, of an engine without sequence parallelism. What the
-finished engine reports, and what `deepspeed.utils.groups` answers, is the replica's.
+This is the common part for models that are split over the sequence and models that are cut into stages. DeepSpeed gets
+batch sizes (`batch_sizes`) and an `mpu` of an engine without sequence parallelism. The finished engine, and
+`deepspeed.utils.groups`, report those of the replica.
 
-A hook is a function ``hook(hooked, method, *args, **kwargs)`` that is called in the place of an engine's method. It
-calls ``method``, which is the next hook or the engine's own, and returns what the caller of the engine gets. No other
-file replaces methods of an engine; `engine.HOOKS` lists the hooks.
+`hook_table` lists all hooks; no other file replaces methods of an engine.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.elastic.worker import is_elastic
-from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.engine.patching import Function, around
+from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.trained.elastic_state import ElasticState
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import elastic
+from ds_hetero.frameworks.deepspeed.hooked_engine import HookedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Arguments, Engine
-from ds_hetero.job.monitor import StepMonitor
-from ds_hetero.runtime.step_checks import StepChecks
-from ds_hetero.runtime.step_clock import StepClock
-
-Hook = Function
-
-
-@dataclass(kw_only=True)
-class HookedEngine:
-    """An engine and what the hooks around its methods need."""
-
-    engine: Engine  # DeepSpeed's, as it was built
-    clock: StepClock
-    monitor: StepMonitor  # takes the times of steps
-    elastic: ElasticState | None = None  # keeps its state in memory; None in a job that is not elastic
-    checks: StepChecks | None = None  # of every optimizer step; None where the section switches them off
-
-    @property
-    def why_batch_is_fixed(self) -> str | None:
-        """Message for who changes the batch size of the engine; None where it can be changed."""
-        return None
-
-
-class HookRow(NamedTuple):
-    """A row of the table of hooks."""
-
-    method: str
-    hook: Hook
-    of: type[HookedEngine] = HookedEngine  # the engines that have it
-    part: str = ""  # of `HookedEngine`, which the hook is given in its place; where it is None, there is no hook
-
-
-class EngineHooks:
-    """Hooks around the methods of one engine; the ``table`` has those of one method outermost first."""
-
-    def __init__(self, hooked: HookedEngine, table: Sequence[HookRow]) -> None:
-        self._engine, self._names = weakref.ref(hooked.engine), {row.method for row in table}
-        for row in reversed(table):
-            if not isinstance(hooked, row.of):
-                continue
-            part = getattr(hooked, row.part) if row.part else hooked
-            if part is not None:
-                method = getattr(hooked.engine, row.method)
-                setattr(hooked.engine, row.method, around(row.hook, part)(method))
-
-    def take_off(self) -> None:
-        """Leave the engine, if it still exists, with its own methods."""
-        if (engine := self._engine()) is not None:
-            for name in self._names & vars(engine).keys():
-                delattr(engine, name)
 
 
 class Installer:
-    """One call of `deepspeed.initialize` with a section; subclasses `install` what it asks for."""
+    """Builds the engine of one call of `deepspeed.initialize`; there is a subclass for each kind of engine.
 
-    def __init__(self, registry: Registry, stock: Function, given: Arguments, ds_config: DsConfig) -> None:
-        self._registry, self._stock, self._given, self._ds_config = registry, stock, given, ds_config
+    Args:
+        stock: DeepSpeed's own `deepspeed.initialize`.
+        arguments: arguments of the call, by name.
+        ds_config: the configuration in them.
+    """
 
-    def _call_stock(self, config: DsConfig, **changed: Any) -> tuple[Any, ...]:
-        """Let stock build the engine, with ``config`` and ``changed`` arguments in the place of the user's."""
-        args: Any = self._given.get("args")
-        if getattr(args, "deepspeed_config", None) is not None:  # of the command line
+    def __init__(self, registry: Registry, stock: Function, arguments: Arguments, ds_config: DsConfig) -> None:
+        self._registry, self._stock, self._arguments, self._ds_config = registry, stock, arguments, ds_config
+
+    def _call_stock(self, config: DsConfig, **replacements: Any) -> tuple[Any, ...]:
+        """Call DeepSpeed's `deepspeed.initialize` with another configuration, and other arguments, than the user gave.
+
+        Args:
+            config: the configuration.
+            replacements: other arguments that replace the user's.
+        """
+        args: Any = self._arguments.get("args")
+        if getattr(args, "deepspeed_config", None) is not None:  # a configuration from the command line
             args = copy.copy(args)
             args.deepspeed_config = None
-        ours = {"args": args, "config": config, "config_params": None, "mesh_param": None}
+        configuration = {"args": args, "config": config, "config_params": None, "mesh_param": None}
         try:
-            built: tuple[Any, ...] = self._stock(**{**self._given, **ours, **changed})
+            result: tuple[Any, ...] = self._stock(**{**self._arguments, **configuration, **replacements})
         except RuntimeError as error:
-            _name_scalars(self._given["model"], error)
+            _raise_if_scalars(self._arguments["model"], error)
             raise
-        return built
+        return result
 
     def _keep_in_memory(
-        self, engine: Engine, start: JobStart, stages: list[elastic.Described] | None = None
+        self, engine: Engine, start: JobStart, stages: list[elastic.ParameterDescription] | None = None
     ) -> ElasticState | None:
-        """Make an engine elastic if its job is; see `elastic.prepare`."""
+        """Return the object that saves the engine's state if the job is elastic, else None; see `elastic.prepare`."""
         if not is_elastic() and start.section.elastic is None:
             return None
         return elastic.prepare(engine, start, stages)
 
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
-        """Let stock build an engine of our parts. Raises `HeteroError` on every rank, where that is impossible.
+        """Build the engine.
 
         Returns:
-            The engine with what the hooks around its methods need; and what stock returns.
+            The engine with the state of its hooks, and the tuple that `deepspeed.initialize` returns.
 
         Caller: every rank of the world.
+
+        Raises:
+            HeteroError: on every rank: the engine cannot be built from these arguments.
         """
         raise NotImplementedError
 
 
-def _name_scalars(model: nn.Module, error: RuntimeError) -> None:
-    """Refuse parameters without a dimension, where DeepSpeed fails at them. Raises `ModelError`.
+def _raise_if_scalars(model: nn.Module, error: RuntimeError) -> None:
+    """Raise `ModelError` if ``error`` is DeepSpeed's failure with parameters that have no dimension.
 
-    DeepSpeedEngine._broadcast_model of 0.19.8 sends ``p.data.view(torch.uint8)``, which torch cannot make of them.
+    DeepSpeedEngine._broadcast_model of 0.19.8 sends ``p.data.view(torch.uint8)``, which fails for such parameters.
     """
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars and "dim() cannot be 0" in str(error):

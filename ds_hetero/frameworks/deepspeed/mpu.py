@@ -1,7 +1,7 @@
-"""Mpu: the object that DeepSpeed, and its module ``groups`` where it has one, asks for process groups.
+"""Model parallel units (``mpu``): objects from which DeepSpeed gets its process groups.
 
-While an engine is built there is none, so that DeepSpeed knows no sequence parallelism; afterwards there is that of the
-replica.
+DeepSpeed's module ``deepspeed.utils.groups`` has a global ``mpu`` and asks it for groups. While an engine is built,
+``mpu`` is None, so that DeepSpeed sees no sequence parallelism. Afterwards it is the mpu of this rank's replica.
 """
 
 from __future__ import annotations
@@ -21,73 +21,85 @@ from ds_hetero.runtime.replica import Replica
 
 
 class Mpu:
-    """Answers ``get_KIND_parallel_group``, ``get_KIND_parallel_world_size`` and ``get_KIND_parallel_rank``.
+    """An mpu with methods ``get_KIND_parallel_group``, ``..._world_size`` and ``..._rank`` for some kinds of groups.
 
     Args:
-        groups: of this rank, by kind: ``"data"``, ``"model"``, ``"sequence"``.
+        groups: this rank's process groups by kind: ``"data"``, ``"model"``, ``"sequence"``.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         for kind, group in groups.items():
-            answers = {"group": group, "world_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
-            for what, answer in answers.items():
-                setattr(self, f"get_{kind}_parallel_{what}", functools.partial(_the, answer))
+            results = {"group": group, "world_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
+            for suffix, result in results.items():
+                setattr(self, f"get_{kind}_parallel_{suffix}", functools.partial(_return, result))
 
 
-def _the(answer: object) -> object:
-    return answer
+def _return(result: object) -> object:
+    return result
 
 
 class SequenceMpu(Mpu):
     """An mpu with sequence parallelism; see `Mpu`.
 
     Args:
-        size_given: the sequence-parallel size that the user gave, if any: the number of all ranks where replicas have
+        user_sp_size: the sequence-parallel size that the user gave, if any; the number of all ranks if replicas have
             different sizes.
     """
 
-    def __init__(self, groups: Mapping[str, ProcessGroup], size_given: int | None = None) -> None:
+    def __init__(self, groups: Mapping[str, ProcessGroup], user_sp_size: int | None = None) -> None:
         super().__init__(groups)
-        self.size_given = size_given
+        self.user_sp_size = user_sp_size
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """Raise `ConfigError`: groups exist. Its name marks, as in DeepSpeed, an mpu without model parallelism."""
-        raise ConfigError("the sequence-parallel groups are made by ds_hetero; do not initialize them again.")
+        """Raise `ConfigError`: the groups exist already.
+
+        The method must exist, because DeepSpeed takes an mpu without it for one of model parallelism.
+        """
+        raise ConfigError(
+            "ds_hetero has made the sequence-parallel groups already. Remove the call of initialize_sequence_parallel."
+        )
 
 
-def mpu_of_replica(replica: Replica, size_given: int | None) -> SequenceMpu:
-    """Sequence parallelism over this rank's replica; ZeRO partitions over all ranks."""
-    return SequenceMpu({"sequence": replica.sp_group, "sequence_data": default_group()}, size_given)
+def mpu_of_replica(replica: Replica, user_sp_size: int | None) -> SequenceMpu:
+    """Return an mpu with this rank's replica as the sequence-parallel group, and ZeRO partitions over all ranks."""
+    return SequenceMpu({"sequence": replica.sp_group, "sequence_data": default_group()}, user_sp_size)
 
 
 def mpu_of_one_worker() -> SequenceMpu:
-    """Sequence parallelism over the whole job, which is then one worker."""
+    """Return an mpu with all ranks as one sequence-parallel group, so that frameworks count one worker."""
     return SequenceMpu({"sequence": default_group()})
 
 
 def expect_one_worker(size: int) -> None:
-    """Refuse another sequence-parallel size than the number of all ranks. Raises `ConfigError`: it names both."""
+    """Check that a sequence-parallel size is the number of all ranks. Raises `ConfigError`: it is not."""
     if size != dist.get_world_size():
         raise ConfigError(
-            f"a plan of pipelines takes all {dist.get_world_size()} ranks as one worker, whose batch is the global "
-            f"one, but the sequence-parallel size is {size}. Set sp_size to {dist.get_world_size()}."
+            f"with a plan of pipelines all {dist.get_world_size()} ranks are one worker that reads global batches, but "
+            f"the sequence-parallel size is {size}. Set sp_size to {dist.get_world_size()}."
         )
 
 
 @contextlib.contextmanager
 def sequence_parallelism_hidden(replica_state: SequenceMpu, patches: Patches) -> Iterator[None]:
-    """Let ``groups`` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
-    before = groups.mpu, groups.mesh_device
+    """Hide sequence parallelism from ``deepspeed.utils.groups`` inside the context; set the replica's mpu afterwards.
+
+    The engine is built inside the context. An error inside restores the former mpu.
+
+    Args:
+        replica_state: the replica's mpu.
+        patches: their undo restores the former mpu.
+    """
+    former = groups.mpu, groups.mesh_device
     groups.mpu = groups.mesh_device = None
     try:
         yield
     except BaseException:
-        groups.mpu, groups.mesh_device = before
+        groups.mpu, groups.mesh_device = former
         raise
     groups.mpu = replica_state
 
     def restore() -> None:
         if groups.mpu is replica_state:
-            groups.mpu, groups.mesh_device = before
+            groups.mpu, groups.mesh_device = former
 
     patches.on_undo(restore)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 PACKAGE = "deepspeed"
-WORKS = ">=0.18.9,!=0.19.0,!=0.19.1,!=0.19.2,!=0.19.3,!=0.19.4,!=0.19.5,!=0.19.6,!=0.19.7,<0.20"
-"""0.18.9 is what pip takes where one below 0.19 is asked for; 0.19.5 to 0.19.7 train on other batches by accelerate."""
-WHOLE = ">=0.19.8,<0.20"
-"""Of these, releases with all that is used; what others cannot do is refused by name."""
+WORKS = ">=0.18.4,!=0.19.6"  # 0.19.6: a loss of ZeRO-3 was NaN in one of two runs of a test, the cause is not known
+"""Releases that can be used; a release that was not tried is compared with those that were: `ds_hetero.engine.surface`.
+Where a release computes something wrongly, what leads to it is refused: `ds_hetero.frameworks.deepspeed.keys`."""
 
 COLLECTIVES = (
     "all_gather",
@@ -20,12 +19,13 @@ COLLECTIVES = (
     "reduce_scatter",
     "reduce_scatter_tensor",
 )
-"""Where a rank waits for others outside of attention: for gradients, parameters, norms and flags."""
+"""Methods in which a rank waits for others outside of attention: for gradients, parameters, norms and flags."""
 
 HANDLES = ("AllGatherCoalescedHandle", "AllGatherHandle")
+"""Classes whose ``wait`` waits for parameters of ZeRO-3."""
 
 ZERO_3_IDENTITIES = ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")
-"""Functions of autograd that ZeRO-3 puts around the outputs and inputs of modules: results are their inputs."""
+"""Functions of autograd that ZeRO-3 applies to the outputs and inputs of modules; they return their inputs."""
 
 _ENGINE = (
     "_backward_epilogue",
@@ -66,7 +66,6 @@ _STAGES_1_AND_2 = (
     "_load_universal_checkpoint",
     "_optimizer_step",
     "_restore_from_bit16_weights",
-    "clear_backward_seen_flag",
     "flatten_dense_tensors_aligned",
     "get_data_parallel_partitions",
     "get_grad_position",
@@ -94,7 +93,6 @@ _STAGE_3 = (
     "_rigid_state_dict",
     "_set_fp32_optimizer_param_groups",
     "_swappable_optimizer_subgroup",
-    "clear_backward_seen_flag",
     "get_fp32_grad_for_param",
     "independent_gradient_partition_epilogue",
     "initialize_ds_offload",
@@ -113,7 +111,6 @@ _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
 
 PRIVATE_NAMES = (
     "deepspeed:initialize",
-    "deepspeed:load_ds_config",
     "deepspeed.runtime.engine:BFLOAT16",
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
     "deepspeed.runtime.engine:ZERO_OPTIMIZATION",
@@ -142,14 +139,32 @@ PRIVATE_NAMES = (
     *(f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}" for name in _STAGES_1_AND_2),
     *(f"deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.{name}" for name in _STAGE_3),
 )
-"""``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
+"""All private names, as ``module:attribute`` or ``module:Class.attribute``; `ds_hetero.register` checks them."""
+
+HAND_OVER = "_offload_grad_partition_at_boundary"
+"""Method of ZeRO-3 from 0.19.5 on that hands an offloaded optimizer one gradient."""
+
+OWN_GROUPS = "_grad_norm_counts_every_rank"
+"""Method of ZeRO-3 from 0.19.8 on: norms where parameters have groups of their own. Older releases were not tried."""
+
+STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+IN_SOME_RELEASES = (
+    "deepspeed.runtime.base_optimizer:ZeROOptimizer._epilogue_ran_this_backward",  # not in 0.18.4, as the next
+    "deepspeed.runtime.base_optimizer:ZeROOptimizer.clear_backward_seen_flag",  # called where the former is true
+    f"{STAGE_3}.{HAND_OVER}",
+    f"{STAGE_3}.{OWN_GROUPS}",
+)
+"""Private names that are used where a release has them."""
 
 ATTRIBUTES = (
-    "deepspeed.runtime.base_optimizer:ZeROOptimizer._epilogue_ran_this_backward",
     "deepspeed.runtime.engine:DeepSpeedEngine._config",
     *(f"deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.{name}" for name in ZERO_3_IDENTITIES),
+    *(
+        f"deepspeed.runtime.zero.{optimizer}.is_gradient_accumulation_boundary"
+        for optimizer in ("stage_1_and_2:DeepSpeedZeroOptimizer", "stage3:DeepSpeedZeroOptimizer_Stage3")
+    ),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.__param_id_to_grad_partition",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.grad_partitions_flat_buffer",
     "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",
 )
-"""Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""
+"""Private attributes that objects get at run time, each with the class or function that sets it; tests check them."""

@@ -1,4 +1,4 @@
-"""Types for the parts of DeepSpeed's objects that ds_hetero uses; they have no type information of their own."""
+"""Types of DeepSpeed's objects, as far as ds_hetero uses them; DeepSpeed itself has no type information."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Content = Mapping[str, Any]
 """Content of a file of a checkpoint, or of a part of it."""
 
 State = dict[str, Any]
-"""State of an optimizer or of a rank, as a checkpoint has it; a configuration that is made."""
+"""A dictionary that is built here: the state of an optimizer or a rank for a checkpoint, or a configuration."""
 
 Arguments = Mapping[str, Any]
 """Arguments of `deepspeed.initialize`, by name."""
 
 
 class BatchSizes(Protocol):
-    """The batch that an engine reports, in `deepspeed.runtime.config.DeepSpeedConfig`."""
+    """Batch sizes that an engine reports: part of `deepspeed.runtime.config.DeepSpeedConfig`."""
 
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
 
 
 class ThroughputTimer(Protocol):
-    """The part of `deepspeed.utils.timer.ThroughputTimer` that is used here."""
+    """Part of `deepspeed.utils.timer.ThroughputTimer`."""
 
     batch_size: int
 
 
 class CheckpointEngine(Protocol):
-    """The part of `deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine` that is used here."""
+    """Part of `deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine`."""
 
     def is_decoupled(self) -> bool:
-        """Whether files are written after ``save`` has returned."""
+        """Return whether ``save`` may return before the file is written."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read a file."""
@@ -48,7 +48,7 @@ class CheckpointEngine(Protocol):
 
 
 class Engine(Protocol):
-    """Of `deepspeed.DeepSpeedEngine`; its wrapped methods are listed in `engine.HOOKS`."""
+    """Part of `deepspeed.DeepSpeedEngine`. `hook_table` lists the methods that are wrapped."""
 
     _config: BatchSizes
     checkpoint_engine: CheckpointEngine
@@ -61,7 +61,7 @@ class Engine(Protocol):
     micro_steps: int
     lr_scheduler: Any  # DeepSpeed's or the user's, or None
     monitor: EventWriter
-    optimizer: Any  # of a class for each ZeRO stage, or the user's
+    optimizer: Any  # DeepSpeed's for the ZeRO stage, or the user's
     param_names: Mapping[nn.Parameter, str]
     seq_parallel_group: ProcessGroup
     tput_timer: ThroughputTimer
@@ -70,15 +70,15 @@ class Engine(Protocol):
     fp16_enabled: Callable[[], bool]  # whether the model is trained in fp16, with losses scaled
     gradient_accumulation_steps: Callable[[], int]  # micro-batches of a step, by which ``backward`` divides the loss
     is_gradient_accumulation_boundary: Callable[[], bool]  # whether the optimizer steps on the present gradients
-    load_universal_checkpoint: Callable[[], bool]  # whether checkpoints to load are universal ones
+    load_universal_checkpoint: Callable[[], bool]  # whether universal checkpoints are loaded
     steps_per_print: Callable[[], float | None]  # steps between two lines of the log
-    zero_load_from_fp32_weights: Callable[[], bool]  # whether loading takes master weights, else those of the model
+    zero_load_from_fp32_weights: Callable[[], bool]  # whether saved master weights are loaded; else the model's weights
     zero_optimization_partition_weights: Callable[[], bool]  # whether parameters are partitioned: ZeRO stage 3
     gradient_clipping: Callable[[], float]
     zero_optimization_stage: Callable[[], int]  # 0 to 3
-    _copy_recovery_script: Callable[[str], None]  # of the path to copy it to
-    _get_all_ckpt_names: Callable[[str, Any], list[str]]  # of a folder and a tag
-    _get_all_zero_checkpoint_names: Callable[[str, Any, bool], list[str]]  # of a folder, a tag, and whether in bf16
+    _copy_recovery_script: Callable[[str], None]  # takes the folder to copy it to
+    _get_all_ckpt_names: Callable[[str, Any], list[str]]  # takes a folder and a tag
+    _get_all_zero_checkpoint_names: Callable[[str, Any, bool], list[str]]  # takes a folder, a tag, and whether in bf16
     _get_ckpt_name: Callable[..., str]
     _get_rank_zero_ckpt_name: Callable[..., str]
     _get_zero_param_shapes: Callable[[], list[Content]]
@@ -115,6 +115,6 @@ class ZeroParameter(Protocol):
     all_gather_coalesced: Any
     partition_numel: Any
 
-    all_gather: Callable[[], object]  # make it whole
-    partition: Callable[[], None]  # keep this rank's shard alone
-    ds_summary: Callable[[], object]  # describe it, for errors
+    all_gather: Callable[[], object]  # gathers the whole parameter
+    partition: Callable[[], None]  # frees everything but this rank's shard
+    ds_summary: Callable[[], object]  # describes the parameter, for errors

@@ -1,7 +1,10 @@
-"""Saving an engine's checkpoint: beside its folder, with a manifest, and one error on all ranks if any cannot write.
+"""Save an engine's checkpoint completely or not at all.
 
-DeepSpeed writes its own files by its own methods. A rank that cannot write keeps its error back until all ranks have
-done their part of the collectives that saving consists of; then all raise it.
+DeepSpeed's own methods write the files into a draft folder. When all ranks have written their files, rank 0 writes a
+manifest and renames the draft to the checkpoint's folder.
+
+A rank that cannot write a file does not raise at once: saving includes collectives, in which the other ranks would
+wait. The rank keeps its error, and at the end all ranks raise it.
 """
 
 from __future__ import annotations
@@ -15,49 +18,53 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_hetero.common.reading import write_whole
+from ds_hetero.common.atomic_writing import write_whole
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
-from ds_hetero.frameworks.deepspeed.in_memory import PartTaker, standing_in
+from ds_hetero.frameworks.deepspeed.in_memory import InMemoryCheckpointEngine, replaced_checkpoint_engine
 from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Content, Engine
 from ds_hetero.frameworks.deepspeed.random_states import save_random_states
-from ds_hetero.job.checkpoints import DRAFT, begin, discard, draft_of, publish, why_not_written
+from ds_hetero.job.checkpoints import DRAFT, begin, discard, draft_of, publish, write_failure_reason
 from ds_hetero.job.manifest import MANIFEST, Manifest, SavedFile, seal_part
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.values.plans import Plan
 
-STAMP = "ds_hetero_save"  # in every part: the step and the save that it is of
-_OF_DEEPSPEED = "ds_version"  # in the files of models and optimizers, not in those of single experts
+STAMP = "ds_hetero_save"  # key in every file: the step, and the random name of this save
+_DEEPSPEED_KEY = "ds_version"  # key in DeepSpeed's files of models and optimizers, not in those of single experts
 
 
 def save_whole(
     engine: Engine,
     save: Function,
     changed_plan: Plan | None,
+    losses: JsonObject | None,
     save_dir: str,
     tag: object = None,
     client_state: object = None,
     save_latest: bool = True,
     **kwargs: object,
 ) -> object:
-    """Around ``save_checkpoint``: write beside the folder, and move it there when all ranks have written their parts.
+    """Replace ``save_checkpoint``: save into a draft folder, and rename it when all ranks have written their files.
 
     Args:
-        changed_plan: what re-planning has given the job; None while it runs what it began with.
-        save_dir: as of the method, and so the other arguments.
+        engine: the engine.
+        save: DeepSpeed's method. The arguments after ``losses`` are the method's.
+        changed_plan: the plan that re-planning has chosen; None if the job runs its first plan.
+        losses: what batches have shown of the loss, see `UnlikeLosses.state_dict`; None if there is nothing to save.
 
     Collectives: five `on_all_ranks`.
 
     Raises:
-        CheckpointError: a rank cannot write; the same on every rank. The checkpoint of before is as it was.
+        CheckpointError: on every rank: a rank cannot write. Earlier checkpoints are unchanged.
     """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if engine.checkpoint_engine.is_decoupled():  # it writes later, and then ``latest`` as well
+    if engine.checkpoint_engine.is_decoupled():  # DeepSpeed writes the files, and ``latest``, after the method returns
         return save(save_dir, tag, client_state or {}, save_latest, **kwargs)
     folder, rank = Path(save_dir, tag), dist.get_rank()
     save_id = _agree_to_begin(folder, tag)
     writer = _PartWriter(engine.checkpoint_engine, draft_of(folder), {"step": engine.global_steps, "save_id": save_id})
-    with standing_in(engine, writer):
+    with replaced_checkpoint_engine(engine, writer):
         draft_tag = os.path.normpath(tag) + DRAFT
         saved = save(save_dir, draft_tag, client_state or {}, save_latest=False, **kwargs)
         save_random_states(engine.checkpoint_engine, draft_of(folder))
@@ -66,6 +73,7 @@ def save_whole(
         save_id=save_id,
         parts=_agree_on_parts(engine, folder, writer),
         plan=None if changed_plan is None else changed_plan.to_dict(),
+        losses=losses,
     )
     on_all_ranks(lambda: _publish(folder, manifest) if rank == 0 else None)
     on_all_ranks(lambda: _publish_on_node(engine, folder, manifest))
@@ -75,7 +83,7 @@ def save_whole(
 
 
 def _agree_to_begin(folder: Path, tag: str) -> str:
-    """Make the draft on rank 0; return the name of this save."""
+    """Make the draft folder on rank 0; return the random name of this save. Raises `CheckpointError`: unlike tags."""
 
     def begin_on_rank_0() -> tuple[str, str]:
         if dist.get_rank() == 0:
@@ -83,31 +91,41 @@ def _agree_to_begin(folder: Path, tag: str) -> str:
                 begin(folder)
         return tag, secrets.token_hex(8)
 
-    begun = on_all_ranks(begin_on_rank_0)
-    if len({of_rank for of_rank, _ in begun}) > 1:
-        tags = ", ".join(f"{of_rank!r} on rank {rank}" for rank, (of_rank, _) in enumerate(begun))
-        raise CheckpointError(f"the ranks save under different tags: {tags}. Give all of them the same.")
-    return begun[0][1]
+    by_rank = on_all_ranks(begin_on_rank_0)
+    tags = [tag_of_rank for tag_of_rank, _ in by_rank]
+    if len(set(tags)) > 1:
+        listed = ", ".join(f"{tag_of_rank!r} on rank {rank}" for rank, tag_of_rank in enumerate(tags))
+        raise CheckpointError(
+            f"the ranks save under different tags: {listed}. Give save_checkpoint the same tag on all."
+        )
+    _, save_id = by_rank[0]
+    return save_id
 
 
 class _PartWriter:
-    """Stands in for DeepSpeed's checkpoint engine while a checkpoint is saved.
+    """A checkpoint engine that records size and checksum of each file, and keeps errors instead of raising them.
 
     Args:
-        stamp: put into every part.
+        stock: DeepSpeed's checkpoint engine, which writes the files.
+        draft: the draft folder.
+        stamp: the value of `STAMP` in every file.
+
+    Attributes:
+        parts: the written files with their sizes and checksums, by name.
+        fault: why this rank has stopped writing; None if every file was written.
     """
 
     def __init__(self, stock: CheckpointEngine, draft: Path, stamp: Content) -> None:
         self._stock, self._draft, self._stamp = stock, draft, stamp
-        self.parts: dict[str, SavedFile] = {}  # what has been written, by name
-        self.fault: str | None = None  # why this rank has stopped writing; None as long as it has not
+        self.parts: dict[str, SavedFile] = {}
+        self.fault: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
     def save(self, state_dict: object, path: str) -> None:
-        """Write a part; keep back what fails."""
-        if isinstance(state_dict, dict) and _OF_DEEPSPEED in state_dict:
+        """Write a file; if that fails, keep the reason in ``fault``."""
+        if isinstance(state_dict, dict) and _DEEPSPEED_KEY in state_dict:
             state_dict = {**state_dict, STAMP: self._stamp}
 
         def write() -> None:
@@ -117,66 +135,76 @@ class _PartWriter:
         self.attempt(write, path)
 
     def attempt(self, write: Callable[[], None], path: str) -> None:
-        """Run ``write`` unless this rank has failed before, and keep back why it fails."""
+        """Call ``write``, unless this rank has failed before; if it fails, keep the reason in ``fault``."""
         if self.fault is not None:
             return
         try:
             write()
         except Exception as error:  # torch and pickle raise almost anything here
-            self.fault = f"{path} cannot be written: {why_not_written(Path(path), error)}"
+            self.fault = f"{path} cannot be written: {write_failure_reason(Path(path), error)}"
 
 
 def copy_script_last(engine: Engine, copy: Callable[[str], None], save_path: str) -> None:
-    """Around ``_copy_recovery_script``: keep back what fails, as with the parts; nothing in memory."""
+    """Replace ``_copy_recovery_script``: keep an error in ``fault``; copy nothing for a checkpoint in memory."""
     writer = engine.checkpoint_engine
     if isinstance(writer, _PartWriter):
         writer.attempt(lambda: copy(save_path), save_path)
-    elif not isinstance(writer, PartTaker):
+    elif not isinstance(writer, InMemoryCheckpointEngine):
         copy(save_path)
 
 
 def _agree_on_parts(engine: Engine, folder: Path, writer: _PartWriter) -> dict[str, SavedFile]:
-    """Return the parts of all ranks, this rank's last; raise on every rank if any could not write its own."""
-    written = on_all_ranks(lambda: (writer.parts, writer.fault))
-    faults = [f"on rank {rank}, {fault}" for rank, (_, fault) in enumerate(written) if fault is not None]
+    """Return the files of all ranks, by name; this rank's entry wins if a file has been written by several ranks.
+
+    Raises:
+        CheckpointError: on every rank: a rank could not write its files. The draft is deleted.
+    """
+    by_rank = on_all_ranks(lambda: (writer.parts, writer.fault))
+    faults = [f"on rank {rank}, {fault}" for rank, (_, fault) in enumerate(by_rank) if fault is not None]
     if faults:
         on_all_ranks(lambda: discard(folder) if engine.local_rank == 0 else None)
         raise CheckpointError(
-            f"the checkpoint cannot be saved: {'; '.join(faults)}. What was written of it is deleted, and the "
-            "checkpoints of before are as they were."
+            f"the checkpoint cannot be saved: {'; '.join(faults)}. Its files are deleted, and earlier checkpoints are "
+            "unchanged."
         )
-    return {name: part for parts, _ in written for name, part in parts.items()} | writer.parts
+    all_parts: dict[str, SavedFile] = {}
+    for parts, _ in by_rank:
+        all_parts |= parts
+    return all_parts | writer.parts
 
 
 def _publish(folder: Path, manifest: Manifest) -> None:
+    """Finish a checkpoint on rank 0. Raises `CheckpointError`: the file system refuses."""
     with _naming(folder):
         _finish(folder, manifest)
 
 
 def _finish(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into the draft, and rename the draft to the checkpoint's folder."""
     write_whole(draft_of(folder) / MANIFEST, manifest.to_json(), durable=True)
     publish(folder)
 
 
 def _publish_on_node(engine: Engine, folder: Path, manifest: Manifest) -> None:
-    """Publish a checkpoint as rank 0 does, on a node that does not share rank 0's disk."""
+    """Finish a checkpoint on the first rank of a node that does not share rank 0's disk, and so still has a draft."""
     if dist.get_rank() > 0 and engine.local_rank == 0 and draft_of(folder).is_dir():
-        # A shared disk may show for a while what rank 0 has renamed.
+        # FileNotFoundError: a shared disk may show the draft for a while after rank 0 has renamed it.
         with _naming(folder), contextlib.suppress(FileNotFoundError):
             _finish(folder, manifest)
 
 
 def _write_latest(save_dir: Path, tag: str) -> None:
+    """Write the file that names the newest checkpoint. Raises `CheckpointError`: the file system refuses."""
     with _naming(save_dir / tag):
         write_whole(save_dir / "latest", tag, durable=True)
 
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Raise what the file system refuses as a `CheckpointError`."""
+    """Inside the context, turn an error of the file system into a `CheckpointError` that names the checkpoint."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint {folder} cannot be saved: {error}. The checkpoint that `latest` names is as it was."
+            f"the checkpoint {folder} cannot be saved: {error}. The checkpoint that `latest` names is unchanged."
         ) from error

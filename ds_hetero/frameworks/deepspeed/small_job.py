@@ -1,4 +1,4 @@
-"""Optimizer steps of a model under DeepSpeed, for checks of an installation."""
+"""Train a model for a few optimizer steps with DeepSpeed, to check an installation."""
 
 from __future__ import annotations
 
@@ -23,48 +23,51 @@ from ds_hetero.engine.handle import Handle
 class StepOutcome:
     """Result of an optimizer step."""
 
-    loss: float  # of the batch before the step
-    grad_norm: float | None  # of all gradients; None where DeepSpeed does not tell it
-    parameters: dict[str, Tensor]  # whole, in float32, after the step
+    loss: float  # of the batch, before the step
+    grad_norm: float | None  # of all gradients; None if DeepSpeed does not compute it
+    parameters: dict[str, Tensor]  # whole parameters in float32 after the step, by name
 
 
 def train_one_step(
     handle: Handle, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], ds_config: DsConfig
 ) -> StepOutcome:
-    """Train on one batch, which all ranks are given whole.
+    """Train on one batch.
 
     Args:
         handle: of a registration, which is undone afterwards.
-        batch: with ``input_ids`` and ``labels``.
-        ds_config: with a "heterogeneity" section.
+        batch: the whole batch, with ``input_ids`` and ``labels``; the same on all ranks.
+        ds_config: a configuration with a "heterogeneity" section.
 
     Caller: every rank of the world.
     """
-    with _engine_for(handle, model, optimizer, ds_config) as (engine, own):
-        (loss,) = [_step(own, engine, shard) for shard in own.dataloader([batch], batches="same")]
-        weights = {name: _whole(parameter) for name, parameter in engine.module.named_parameters()}
+    with _engine_for(handle, model, optimizer, ds_config) as (engine, engine_handle):
+        (shard,) = engine_handle.dataloader([batch], batches="same")
+        loss = _step(engine_handle, engine, shard)
+        parameters = {name: _full_tensor(parameter) for name, parameter in engine.module.named_parameters()}
         norm = engine.get_global_grad_norm()
-        return StepOutcome(loss, None if norm is None else float(norm), weights)
+        return StepOutcome(loss, None if norm is None else float(norm), parameters)
 
 
 def train_one_pipelined_step(
     handle: Handle, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], ds_config: DsConfig
 ) -> StepOutcome:
-    """Like `train_one_step` for pipelines; ``batch`` is that of the step, and ``parameters`` what this rank holds.
+    """Train a model in pipelines on one global batch; see `train_one_step` for the arguments.
+
+    ``parameters`` of the result has only the parameters of this rank's stage.
 
     Caller: every rank of the world.
     """
-    with _engine_for(handle, model, optimizer, ds_config) as (engine, own):
-        (of_step,) = own.dataloader([batch])
-        loss = engine(**of_step).loss
+    with _engine_for(handle, model, optimizer, ds_config) as (engine, engine_handle):
+        (batch_on_device,) = engine_handle.dataloader([batch])
+        loss = engine(**batch_on_device).loss
         engine.backward(loss)
         engine.step()
-        held = {name: _whole(parameter) for name, parameter in model.named_parameters()}
-        return StepOutcome(loss.item(), float(engine.get_global_grad_norm()), held)
+        parameters = {name: _full_tensor(parameter) for name, parameter in model.named_parameters()}
+        return StepOutcome(loss.item(), float(engine.get_global_grad_norm()), parameters)
 
 
-def use_torchs_groups() -> None:
-    """Let DeepSpeed's communication use the process group that torch has."""
+def use_torch_process_group() -> None:
+    """Let DeepSpeed's communication use torch's default process group."""
     with _quiet():
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
@@ -76,20 +79,23 @@ def time_steps(
     batches: Sequence[Mapping[str, Tensor]],
     ds_config: DsConfig,
 ) -> tuple[list[float], int | None]:
-    """Train as `train_one_step` does; seconds of every step, and peak bytes of tensors in the last (None on CPUs).
+    """Train as `train_one_step` does, for a step on each batch.
+
+    Returns:
+        Seconds of every step, and the peak memory of tensors in the last step in bytes (None on CPUs).
 
     Caller: every rank of the world.
     """
     accelerator, seconds, peak = deepspeed.get_accelerator(), [], None
     on_device = accelerator.device_name() != "cpu"
-    with _engine_for(handle, model, optimizer, ds_config) as (engine, own):
-        for shard in own.dataloader(list(batches), batches="same"):
+    with _engine_for(handle, model, optimizer, ds_config) as (engine, engine_handle):
+        for shard in engine_handle.dataloader(list(batches), batches="same"):
             torch.distributed.barrier()
             if on_device:
                 accelerator.synchronize()
                 accelerator.reset_peak_memory_stats()
             begin = time.perf_counter()
-            _step(own, engine, shard)  # reads the loss, and so waits for the device
+            _step(engine_handle, engine, shard)  # reads the loss, and so waits for the device
             if on_device:
                 accelerator.synchronize()
                 peak = int(accelerator.max_memory_allocated())
@@ -101,7 +107,7 @@ def time_steps(
 def _engine_for(
     handle: Handle, model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: DsConfig
 ) -> Iterator[tuple[Any, Handle]]:
-    """An engine and its handle; afterwards the registration is undone."""
+    """Build an engine and return it with its handle; at the end destroy it and undo the registration."""
     with _quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(ds_config))
         try:
@@ -112,20 +118,22 @@ def _engine_for(
 
 
 def _step(handle: Handle, engine: Any, shard: Mapping[str, Tensor]) -> float:
+    """Train on a shard; return the loss of the whole batch."""
     loss = handle.loss(engine(**shard), shard)
     engine.backward(loss)
     engine.step()
     return loss.item()
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
-    held = safe_get_full_fp32_param(parameter)
-    return (parameter if held is None else held).detach().float().cpu().clone()
+def _full_tensor(parameter: nn.Parameter) -> Tensor:
+    """Return a copy of a whole parameter in float32, on the CPU."""
+    full_tensor = safe_get_full_fp32_param(parameter)
+    return (parameter if full_tensor is None else full_tensor).detach().float().cpu().clone()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep DeepSpeed from printing and warning, and on CPUs from compiling an extension for a minute."""
+    """Inside the context, keep DeepSpeed from printing, from warning, and on CPUs from compiling an extension."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.WARNING)

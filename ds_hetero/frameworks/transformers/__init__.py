@@ -1,1 +1,1 @@
-"""Adapter of transformers: its models, their attention and the Trainer."""
+"""Adapter of transformers: its models, their attention, and the Trainer."""

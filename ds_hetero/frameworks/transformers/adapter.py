@@ -1,11 +1,12 @@
-"""transformers as the engine sees it: `ds_hetero.engine.adapters.ModelAdapter`, which this module is."""
+"""The adapter of transformers: this module implements `ds_hetero.engine.adapters.ModelAdapter`."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from ds_hetero.engine.adapters import SplitModel, StagedModel
 from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.trained.split_model import SplitModel
+from ds_hetero.engine.trained.staged_model import StagedModel
 from ds_hetero.frameworks.transformers import attention, trainer
 from ds_hetero.frameworks.transformers.attention import keep_attention_function as keep_attention_function
 from ds_hetero.frameworks.transformers.model import stray_shards
@@ -20,7 +21,7 @@ from ds_hetero.frameworks.transformers.self_check import SelfCheck
 from ds_hetero.frameworks.transformers.stages import StageModel
 from ds_hetero.frameworks.transformers.stages import check_cuttable as check_cuttable
 from ds_hetero.frameworks.transformers.stages import check_stages as check_stages
-from ds_hetero.frameworks.transformers.stages import impossible_inners as impossible_inners
+from ds_hetero.frameworks.transformers.stages import impossible_stage_kinds as impossible_stage_kinds
 from ds_hetero.frameworks.transformers.stages import is_on_meta as is_on_meta
 from ds_hetero.frameworks.transformers.stages import outputs_with as outputs_with
 from ds_hetero.runtime.replica import Replica
@@ -28,19 +29,19 @@ from ds_hetero.values.plans import Plan
 
 
 def install(registry: Registry) -> None:
-    """Register our attention, let models look for shards, and replace methods of the Trainer."""
+    """Register this engine's attention, check arguments of models for shards, and replace methods of the Trainer."""
     attention.install(registry.patches)
     stray_shards.install(registry.patches)
     trainer.install(registry)
 
 
 def split_model(model: nn.Module, replica: Replica, kernel: str | None) -> SplitModel:
-    """See `ShardedModel`."""
+    """Return the model, switched to this engine's attention and with its self-check; see `ShardedModel`."""
     split = ShardedModel(model, replica, kernel)
     split.checks = SelfCheck(split)
     return split
 
 
 def cut_model(model: nn.Module, plan: Plan, rank: int, tile_tokens: int | None) -> StagedModel:
-    """See `StageModel`."""
+    """Return the model, cut to this rank's stage of a pipeline; see `StageModel`."""
     return StageModel(model, plan, rank, tile_tokens)

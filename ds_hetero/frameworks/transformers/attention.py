@@ -2,10 +2,11 @@
 
 transformers calls the mask function once per forward, and passes its result to every layer without reading it:
 
-    during a sharded forward      `_mask` returns a `ShardedMask`, which has the batch layout and the replica; a layer
-                                  that passes it to `_attention` runs over the whole sequence
-    in the backward               checkpointing runs a layer again with the same mask, the only trace of its forward
-    else (evaluation, generate)   both functions call the implementation that the model had before
+    during a sharded forward      `_make_mask` returns a `ShardedMask`, which has the batch layout and the replica. A
+                                  layer passes it to `_run_attention`, which attends over the whole sequence.
+    in the backward               checkpointing runs a layer again with the same `ShardedMask`, from which
+                                  `_run_attention` knows the forward that it repeats
+    evaluation, generate          both functions call the attention implementation that the model had before
 
 No function of transformers is overwritten, and other models in the process are not affected.
 
@@ -30,19 +31,23 @@ from ds_hetero.engine.forward_mode import ShardedForward, forward_mode
 from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.autocast import cast_alike
-from ds_hetero.frameworks.transformers.former_attention import former_implementation, naming_former, owner_of
+from ds_hetero.frameworks.transformers.former_attention import (
+    former_implementation,
+    owner_of,
+    using_former,
+)
 from ds_hetero.frameworks.transformers.mask_kind import MaskKind, mask_kind
 from ds_hetero.frameworks.transformers.protocols import AttentionLayer, ModelConfig
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.data.shards import Batch
 
-NAME = "ds_hetero"  # of this engine's attention implementation
+NAME = "ds_hetero"  # under which this engine's attention is registered with transformers
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedMask:
-    """Replaces the mask of a layer during a sharded forward. A layer can only pass it on to its attention."""
+    """Replaces the attention mask during a sharded forward. A layer can do nothing but pass it to its attention."""
 
     forward: ShardedForward
     kind: MaskKind
@@ -57,28 +62,28 @@ class ShardedMask:
 
 
 class _MaskReadError(ModelError, AttributeError):
-    """Both an error of this package, and an AttributeError, so that ``hasattr(mask, ...)`` returns False."""
+    """A `ModelError` that is an AttributeError, too, so that ``hasattr(mask, ...)`` returns False."""
 
 
 _MASK_READ = (
-    "a layer of the model reads its attention mask ({}) to build another, but during a forward on a shard it holds no "
-    "numbers: no rank sees the whole sequence. This model cannot be split over the sequence."
+    "a layer of the model reads its attention mask ({}) to build another one, but during a forward on a shard the mask "
+    "holds no numbers, since no rank has the whole sequence. This model cannot be split over the sequence."
 )
 
 
-_select = functools.lru_cache(select)
+_select_kernel = functools.lru_cache(select)
 
 
 def install(patches: Patches) -> None:
     """Register the attention function and the mask function with transformers."""
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(NAME, _run_attention)
+    AttentionMaskInterface.register(NAME, _make_mask)
     patches.on_undo(lambda: AttentionInterface._global_mapping.pop(NAME))
     patches.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(NAME))
 
 
 def keep_attention_function(name: str) -> Callable[[], None]:
-    """Remember the attention function that is registered under ``name``. Return a function that restores it."""
+    """Return a function that restores the attention function which is now registered under ``name``."""
     registered = ALL_ATTENTION_FUNCTIONS._local_mapping
     former = registered.get(name)
 
@@ -93,17 +98,23 @@ def keep_attention_function(name: str) -> Callable[[], None]:
 def expect_whole_batch(config: ModelConfig | None = None) -> None:
     """Refuse attention on a shard outside of a sharded forward.
 
-    This happens if a forward bypasses this engine's hooks, or if a script calls layers directly. In a backward, layers
-    that are recomputed call attention outside of a forward, too; their mask says that they belong to one.
+    That happens if a forward bypasses this engine's hooks, or if a script calls layers directly. Layers that are
+    recomputed in a backward are allowed: their mask belongs to a sharded forward.
+
+    Args:
+        config: of the layer that calls attention; None if unknown.
+
+    Raises:
+        ModelError: attention would see this rank's tokens only.
     """
     mode = forward_mode()
     if mode.is_compared:
         return
     if mode.given_shard is not None:
         raise ModelError(
-            f"{mode.given_shard} was given a shard, but runs its attention past the module whose forwards ds_hetero "
-            "splits, so that each rank would attend to its own tokens only. This model cannot be split over the "
-            'sequence: train it with "sequence_parallel_size": 1.'
+            f"{mode.given_shard} was given a shard, but runs its attention outside of the module whose forwards "
+            "ds_hetero splits, so that each rank would attend to its own tokens only. This model cannot be split over "
+            'the sequence: train it with "sequence_parallel_size": 1.'
         )
     owner = None if config is None else owner_of(config)
     recomputes = torch._C._current_graph_task_id() != -1  # -1: no backward runs in this thread
@@ -116,23 +127,24 @@ def expect_whole_batch(config: ModelConfig | None = None) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mask(
+def _make_mask(
     *args: object,
     config: ModelConfig,
     mask_function: FunctionType = masking_utils.causal_mask_function,
     **kwargs: object,
 ) -> Any:
+    """Return the mask of a forward, as transformers' mask functions do; during a sharded forward a `ShardedMask`."""
     forward = forward_mode().forward
     if forward is not None:
         return ShardedMask(forward, mask_kind(mask_function))
     expect_whole_batch()
     former = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[former_implementation(config)]
-    with naming_former(config):
+    with using_former(config):
         return former(*args, mask_function=mask_function, config=config, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attention(
+def _run_attention(
     module: AttentionLayer,
     query: Tensor,
     key: Tensor,
@@ -141,6 +153,11 @@ def _attention(
     *args: object,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
+    """Compute attention, and return (output, weights) as transformers' attention functions do.
+
+    With a `ShardedMask`, attention runs over the whole sequence, and the weights are None. Without one, the attention
+    implementation that the model had before computes the result.
+    """
     if isinstance(attention_mask, ShardedMask):
         options = _LayerOptions.read(args, kwargs)
         return _sharded_attention(type(module).__name__, (query, key, value), attention_mask, options), None
@@ -153,7 +170,7 @@ def _attention(
     config = module.config
     expect_whole_batch(config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    with naming_former(config):
+    with using_former(config):
         former = ALL_ATTENTION_FUNCTIONS.get_interface(former_implementation(config), eager)
         result: tuple[Tensor, Tensor | None] = former(module, query, key, value, attention_mask, *args, **kwargs)
         return result
@@ -161,7 +178,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _LayerOptions:
-    """Arguments after the mask that layers pass to an attention function, in ``sdpa_attention_forward``'s order."""
+    """Options that a layer passes to its attention function after the mask, in ``sdpa_attention_forward``'s order."""
 
     dropout: float = 0.0
     scaling: float | None = None
@@ -173,6 +190,7 @@ class _LayerOptions:
 
     @classmethod
     def read(cls, args: Sequence[Any], kwargs: Batch) -> _LayerOptions:
+        """Read the options from positional and keyword arguments, and leave out other keywords."""
         names = {field.name for field in fields(cls)}
         return cls(*args, **{name: value for name, value in kwargs.items() if name in names})
 
@@ -182,10 +200,18 @@ def _sharded_attention(
 ) -> Tensor:
     """Compute attention over the whole sequence.
 
-    query     [B, H, s, D]
-    key       [B, G, s, D]
-    value     [B, G, s, Dv], Dv <= D; padded to D
-    result    [B, s, H, Dv]
+        query     [B, H, s, D]
+        key       [B, G, s, D]
+        value     [B, G, s, Dv], Dv <= D; padded to D
+        result    [B, s, H, Dv]
+
+    Args:
+        layer: name of the layer's class, for errors.
+
+    Caller: every rank of the replica, for every layer.
+
+    Raises:
+        ModelError: the layer has other heads than the schedule, or an option that cannot be computed on shards.
     """
     query, key, value = cast_alike(*qkv)
     forward = mask.forward
@@ -199,7 +225,7 @@ def _sharded_attention(
             f"config says {expected[0]} over {expected[1]}, which the schedule cuts. This model cannot be split over "
             'the sequence: train it with "sequence_parallel_size": 1.'
         )
-    if problem := _problem(options, mask, head_dim, value_dim):
+    if problem := _unsupported_option(options, mask, head_dim, value_dim):
         raise ModelError(
             f"{layer} asks for {problem}, which cannot be split over the sequence. Call the model without it, or train "
             'it with "sequence_parallel_size": 1.'
@@ -209,7 +235,7 @@ def _sharded_attention(
     if forward.is_placeholder:  # the only token is a dummy: compute with none, and append zeros below
         query, key, value = query[:, :, :0], key[:, :, :0], value[:, :, :0]
     spec = AttentionSpec(
-        kernel=_select(query.device, query.dtype, head_dim, options.softcap, forward.kernel),
+        kernel=_select_kernel(query.device, query.dtype, head_dim, options.softcap, forward.kernel),
         causal=mask.kind.causal,
         window=mask.kind.window,
         scale=options.scaling,
@@ -223,8 +249,8 @@ def _sharded_attention(
     return out[..., :value_dim]
 
 
-def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:
-    """Return the option of a layer that cannot be computed on shards; None if there is none."""
+def _unsupported_option(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:
+    """Describe an option of a layer that cannot be computed on shards; return None if all options can."""
     if options.dropout:
         return f"dropout={options.dropout} inside attention; set the model's attention dropout to 0"
     if options.position_bias is not None:

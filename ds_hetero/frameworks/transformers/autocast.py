@@ -1,7 +1,8 @@
 """Cast queries, keys and values as ``torch.autocast`` does for torch's attention.
 
-Under autocast, rotary embeddings leave queries and keys in fp32, while values are in half precision. torch's attention
-is on autocast's list and gets all three in half precision; this engine's attention is not.
+Under autocast, rotary embeddings leave queries and keys in fp32, while values are in half precision. For torch's own
+attention function, autocast casts all three to half precision. For this engine's attention it does not, so
+`cast_alike` does.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Evaluate with the Hugging Face Trainer over shards, for sequences that fit only when they are sharded.
 
 All ranks of a replica read the same whole rows, and each forward is an evaluation call, which is sharded at the model
-(`ds_hetero.frameworks.transformers.model.evaluation_call`). So the Trainer, its subclasses and the user's functions see
-the batches, outputs and metrics of one process. To them, P replicas are P processes that read b rows each. Three things
-differ in transformers between P processes and one process with P * b rows, and are corrected here:
+(`ds_hetero.frameworks.transformers.model.evaluation_call`). So the Trainer, its subclasses and the user's functions get
+the batches, outputs and metrics of one process. To them, P replicas are P processes that read b rows each. In
+transformers, P processes differ from one process with P * b rows in three things:
 
-    loss of a step         mean over the labels of all replicas, on every rank; transformers: of each process
-    repeated rows          accelerate fills the last batch up with earlier rows; their labels are set to -100
-    loss of last batch     transformers repeats it by the rows of a full batch and cuts it to the real rows, which is
-                           right because its values are equal on all ranks
+    loss of a step            transformers takes the mean over the labels of each process; here it is the mean over the
+                              labels of all replicas, on every rank
+    repeated rows             accelerate fills the last batch up with earlier rows; here their labels are set to -100
+    loss of the last batch    transformers repeats it by the rows of a full batch and cuts it to the real rows, which is
+                              right here, because the loss is equal on all ranks
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from ds_hetero.engine.evaluation import check_evaluated
 from ds_hetero.engine.forward_mode import Wanted, evaluating, sharding_is_set, wanted_results
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
-from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of, why_evaluated_whole
+from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of, whole_evaluation_reason
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Entries
 
 logger = logging.getLogger(__name__)
 
-_LIBRARIES = ("transformers", "trl")  # whose ``compute_loss`` needs only logits that it requests
+# Packages whose ``compute_loss`` reads logits only if the Trainer requests them.
+_LIBRARIES = ("transformers", "trl")
 
 
 def is_sharded(registry: Registry, trainer: Trainer) -> bool:
@@ -44,14 +45,14 @@ def is_sharded(registry: Registry, trainer: Trainer) -> bool:
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
 
 
-def loss_from_logits(trainer: Trainer) -> bool:
+def takes_loss_from_logits(trainer: Trainer) -> bool:
     """Return True if the Trainer computes the loss from logits and labels of whole sequences."""
-    by_stock = trainer.label_smoother is not None or trainer.compute_loss_func is not None
-    return by_stock or _computes_from_labels(type(trainer).compute_loss)
+    stock_uses_logits = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    return stock_uses_logits or _computes_from_labels(type(trainer).compute_loss)
 
 
 def _computes_from_labels(compute_loss: Function) -> bool:
-    """Return True if a script's ``compute_loss`` takes ``labels`` from the batch and does not call stock's.
+    """Return True if a script's ``compute_loss`` reads ``labels`` of the batch and does not call the Trainer's.
 
     transformers' documentation shows such a function; it expects whole batches and all logits. It is recognized by its
     compiled code: "labels" is one of its constants, and ``super().compute_loss`` would be one of its names.
@@ -63,7 +64,10 @@ def _computes_from_labels(compute_loss: Function) -> bool:
 
 
 def accepts_loss_kwargs(trainer: Trainer) -> bool:
-    """Return True if the Trainer would count the labels of a step in one process, by the rule of its ``__init__``."""
+    """Return True if, in one process, the Trainer would give the model the number of labels of a step.
+
+    The rule is that of ``Trainer.__init__``, which decides otherwise with sequence parallelism.
+    """
     model = pretrained_of(trainer.model)
     accepts: bool | None = getattr(model, "accepts_loss_kwargs", None)
     if accepts is not None:
@@ -77,32 +81,32 @@ def evaluates_shards(registry: Registry, trainer: Trainer) -> bool:
 
     Trainer                                                  over shards
     not sharded, pipelined, or needs whole sequences         no
-    inside handle.sharded() or handle.unsharded()            as these say
+    inside handle.sharded() or handle.unsharded()            yes in sharded(), no in unsharded()
     computes its loss from logits                            yes: in training, its model takes no batches of one rank
-    else                                                     "evaluation" of the section, or the model's default
+    any other                                                "evaluation" of the section, or the model's default
     """
     if not is_sharded(registry, trainer) or registry.is_pipelined(trainer.model):
         return False
     if registry.adapters.trainers.needs_whole_sequences(trainer):
         return False
-    is_set = sharding_is_set()
-    if is_set is not None:
-        return is_set
-    if loss_from_logits(trainer):
+    forced_by_handle = sharding_is_set()  # True in handle.sharded(), False in handle.unsharded(), else None
+    if forced_by_handle is not None:
+        return forced_by_handle
+    if takes_loss_from_logits(trainer):
         return True
-    prepared = registry.find(trainer.model)
-    if prepared is not None:
-        return not isinstance(prepared.model, WholeModel) and prepared.model.evaluation == "sharded"
+    trained = registry.find(trainer.model)
+    if trained is not None:
+        return trained.sequences is not None and trained.sequences.evaluation.kind == "sharded"
     request = registry.request_of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
     assert request.section is not None
     if request.is_of_pipelines:
         return False
-    return (request.section.evaluation or _default_of(trainer)) == "sharded"
+    return (request.section.evaluation or _default_evaluation(trainer)) == "sharded"
 
 
-def _default_of(trainer: Trainer) -> str:
-    """Return the value of "evaluation" for a section that has none."""
-    return "whole" if why_evaluated_whole(pretrained_of(trainer.model)) else "sharded"
+def _default_evaluation(trainer: Trainer) -> str:
+    """Return how a Trainer's model is evaluated if the section has no "evaluation": "whole" or "sharded"."""
+    return "whole" if whole_evaluation_reason(pretrained_of(trainer.model)) else "sharded"
 
 
 def run_evaluation_loop(
@@ -115,59 +119,67 @@ def run_evaluation_loop(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Replace ``Trainer.evaluation_loop``, which ``evaluate`` and ``predict`` call."""
+    """Replace ``Trainer.evaluation_loop``, which ``evaluate`` and ``predict`` call: run it over shards if possible.
+
+    Caller: every rank of the world.
+
+    Raises:
+        ConfigError: the loop needs logits of pipelines, or replicas would have unequally many batches.
+    """
     loop = functools.partial(stock, trainer, dataloader, description, prediction_loss_only, *args, **kwargs)
     if registry.is_pipelined(trainer.model):
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if not loss_only:
             raise ConfigError(
-                f"{description} needs logits, which stay on the last stages of pipelines. Set prediction_loss_only="
-                "True in the training arguments for the loss alone."
+                f"{description} needs logits, which stay on the last stages of pipelines. To compute the loss alone, "
+                "set prediction_loss_only=True in the training arguments."
             )
         trainer.gather_function = functools.partial(_cut_to_rows, trainer)
         return loop()
     if not evaluates_shards(registry, trainer):
         if is_sharded(registry, trainer) and sharding_is_set() is None:
-            _say_why_whole(registry, trainer)
+            _log_why_whole(registry, trainer)
         return loop()
     num_replicas = dist.get_world_size() // trainer.get_sp_size()
     if num_replicas > 1 and not trainer.accelerator.even_batches:
         raise ConfigError(
             f'"even_batches": false of accelerator_config leaves {num_replicas} replicas with unequally many batches, '
-            "and they evaluate together. Set it to true: rows that fill the last batch up count nothing."
+            "but they evaluate each batch together. Set it to true: rows that fill the last batch up count nothing."
         )
-    with _StepsOverShards(registry, trainer, dataloader, num_replicas).in_place():
+    with _StepsOverShards(registry, trainer, dataloader, num_replicas).replacing_stock():
         return loop()
 
 
 def _cut_to_rows(trainer: Trainer, values: Any, *_: object, **__: object) -> Any:
     """Replace ``gather_for_metrics`` if all ranks evaluate the same batch: cut values to the rows of the last batch.
 
-    The Trainer repeats a loss by the rows of a full batch, and expects this function to cut off what is too much.
+    The Trainer repeats a loss by the rows of a full batch, and expects this function to cut off the excess values.
     """
     state = trainer.accelerator.gradient_state
     is_cut = state.end_of_dataloader and state.remainder > 0 and isinstance(values, Tensor) and values.dim()
     return values[: state.remainder] if is_cut else values
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def _tell_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+def _warn_once(text: str) -> None:
+    """Log a warning on rank 0, unless the same text was logged before."""
+    if text not in _logged:
+        _logged.add(text)
         if dist.get_rank() == 0:
             logger.warning("%s", text)
 
 
-def _say_why_whole(registry: Registry, trainer: Trainer) -> None:
+def _log_why_whole(registry: Registry, trainer: Trainer) -> None:
+    """Log once why the evaluation of a sharded model runs on whole sequences."""
     split = registry.find_split(trainer.model)
-    if split is not None and split.why_evaluated_whole:
-        _tell_once(f"evaluation runs on whole sequences, in batches of each rank: {split.why_evaluated_whole}")
+    if split is not None and split.evaluation.whole_reason:
+        _warn_once(f"evaluation runs on whole sequences, in batches of each rank: {split.evaluation.whole_reason}")
 
 
 class _StepsOverShards:
-    """The steps of one evaluation loop of a Trainer.
+    """Runs the steps of one evaluation loop of a Trainer over shards.
 
     Args:
         dataloader: prepared by accelerate, which divides rows among replicas.
@@ -177,25 +189,27 @@ class _StepsOverShards:
         self._registry, self._trainer, self._dataloader = registry, trainer, dataloader
         self._num_replicas = num_replicas
         self._replica = dist.get_rank() // trainer.get_sp_size()
-        self._stock: Callable[..., Any] = trainer.prediction_step  # maybe of a subclass
+        self._stock_step: Callable[..., Any] = trainer.prediction_step  # of the Trainer or of its subclass
         self._count_items: Callable[..., Any] = trainer._get_num_items_in_batch
         self._preprocess: Callable[..., Any] | None = trainer.preprocess_logits_for_metrics
-        self._divides_by_all_labels = False  # the loss of the step: by those of all replicas, times the replicas
-        self._made_sequences = False  # logits of the step have been preprocessed
+        # State of the present step:
+        self._divides_by_all_labels = False  # True if its loss was divided by the labels of all replicas
+        self._has_preprocessed = False  # True if its logits were preprocessed, one sequence after the other
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Run the steps of the Trainer here inside."""
+    def replacing_stock(self) -> Iterator[None]:
+        """Inside the context, replace the methods of the Trainer by those of this class."""
         trainer = self._trainer
         replaced = {
             "prediction_step": self._predict,
             "_get_num_items_in_batch": self._note_items,
-            "model_accepts_loss_kwargs": accepts_loss_kwargs(trainer),  # False where ranks share sequences
+            # Trainer.__init__ sets it to False for sequence parallelism.
+            "model_accepts_loss_kwargs": accepts_loss_kwargs(trainer),
         }
         if self._preprocess is not None:
             replaced["preprocess_logits_for_metrics"] = self._preprocess_rest
-        before = {name: vars(trainer)[name] for name in replaced if name in vars(trainer)}
-        is_gathering = wanted_results() is not None  # inside of a training by sharded calls
+        former = {name: vars(trainer)[name] for name in replaced if name in vars(trainer)}
+        is_gathering = wanted_results() is not None  # inside `calls_sharded`
         gathering = self._registry.adapters.processes.gathering_over_replicas(trainer.accelerator)
         vars(trainer).update(replaced)
         try:
@@ -204,7 +218,7 @@ class _StepsOverShards:
         finally:
             for name in replaced:
                 del vars(trainer)[name]
-            vars(trainer).update(before)
+            vars(trainer).update(former)
 
     def _predict(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -214,107 +228,132 @@ class _StepsOverShards:
         split = self._registry.find_split(trainer.model)
         assert split is not None
         check_evaluated(split, inputs)
-        inputs = self._without_repeated(inputs)
+        inputs = self._ignore_repeated_rows(inputs)
         adapters = self._registry.adapters
         wanted = Wanted(
             own_outputs=True,
             on_request=True,
             logits=not prediction_loss_only,
             shorter_outputs=adapters.trainers.shorter_outputs,
-            of_sequence=self._of_sequence(inputs) if self._may_preprocess else None,
+            of_sequence=self._preprocess_function(inputs) if self._may_preprocess else None,
             num_replicas=self._num_replicas,
         )
-        num_labels = self._num_labels(inputs, moved=split.moves_labels)
-        self._divides_by_all_labels = self._made_sequences = False
+        num_labels = self._num_labels(inputs, are_shifted=split.model_loss.moves_labels)
+        self._divides_by_all_labels = self._has_preprocessed = False
         with evaluating(wanted), adapters.processes.one_process_per_replica():
-            loss, logits, labels = self._stock(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            loss, logits, labels = self._stock_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if loss is not None:
             loss = self._mean_over_replicas(loss, None if self._divides_by_all_labels else num_labels)
         return loss, logits, labels
 
     def _note_items(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend ``_get_num_items_in_batch``: note if ``prediction_step`` divides by the labels of all replicas."""
+        """Extend ``_get_num_items_in_batch``: note that the loss of this step is divided by the labels of all replicas.
+
+        The Trainer then multiplies it by the number of processes, which are replicas here.
+        """
         items = self._count_items(*args, **kwargs)
         self._divides_by_all_labels = items is not None
         return items
 
     @property
     def _may_preprocess(self) -> bool:
-        """True if only ``preprocess_logits_for_metrics`` reads the logits of a step."""
-        by_library = type(self._trainer).compute_loss.__module__.partition(".")[0] in _LIBRARIES
-        return self._preprocess is not None and by_library and not loss_from_logits(self._trainer)
+        """True if nothing but ``preprocess_logits_for_metrics`` reads the logits of a step."""
+        is_of_library = type(self._trainer).compute_loss.__module__.partition(".")[0] in _LIBRARIES
+        return self._preprocess is not None and is_of_library and not takes_loss_from_logits(self._trainer)
 
-    def _of_sequence(self, inputs: Any) -> Callable[[Tensor, int], Any]:
+    def _preprocess_function(self, inputs: Any) -> Callable[[Tensor, int], Any]:
         """Return a function that applies ``preprocess_logits_for_metrics`` to the gathered logits of one sequence."""
         names = self._trainer.label_names
         labels = tuple(inputs.get(name) for name in names)
 
-        def of_sequence(logits: Tensor, row: int) -> Any:
+        def preprocess(logits: Tensor, row: int) -> Any:
             assert self._preprocess is not None
-            self._made_sequences = True
-            of_row = tuple(None if of_batch is None else of_batch[row : row + 1] for of_batch in labels)
-            return self._preprocess(logits, of_row[0] if len(of_row) == 1 else of_row)
+            self._has_preprocessed = True
+            labels_of_row = tuple(None if entry is None else entry[row : row + 1] for entry in labels)
+            return self._preprocess(logits, labels_of_row[0] if len(labels_of_row) == 1 else labels_of_row)
 
-        return of_sequence
+        return preprocess
 
     def _preprocess_rest(self, logits: Any, labels: Any) -> Any:
-        """Replace ``preprocess_logits_for_metrics``, unless it was already applied to each sequence."""
+        """Replace ``preprocess_logits_for_metrics``: call it, unless it was already applied to each sequence."""
         assert self._preprocess is not None
-        return logits if self._made_sequences else self._preprocess(logits, labels)
+        return logits if self._has_preprocessed else self._preprocess(logits, labels)
 
-    def _num_labels(self, inputs: Any, moved: bool) -> Tensor | None:
+    def _num_labels(self, inputs: Any, are_shifted: bool) -> Tensor | None:
+        """Return the number of labels that count in the loss; None if the batch has no token labels.
+
+        Args:
+            are_shifted: True if the model shifts labels, so that the first label of a row does not count.
+        """
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
-        return (labels[..., 1:] if moved else labels).ne(IGNORE_INDEX).sum()
+        return (labels[..., 1:] if are_shifted else labels).ne(IGNORE_INDEX).sum()
 
     def _mean_over_replicas(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the mean of the replicas' losses. ``weight``: this replica's labels; None for equal weights."""
+        """Return the mean of the replicas' losses, weighed by their labels.
+
+        Args:
+            weight: number of this replica's labels; None to weigh replicas equally.
+
+        Caller: every rank of the world.
+        Collectives: one all_reduce of two numbers; none with one replica.
+        """
         if self._num_replicas == 1:
             return loss
         weight = torch.ones((), device=loss.device) if weight is None else weight.to(loss.device)
         total = torch.stack([loss.double().masked_fill(weight == 0, 0.0) * weight, weight.double()])
-        dist.all_reduce(total)  # of all ranks, which are equally many in every replica
+        dist.all_reduce(total)  # every replica has the same number of ranks, so each counts alike
         return (total[0] / total[1].clamp(min=1)).to(loss.dtype)
 
-    def _without_repeated(self, inputs: Any) -> Any:
-        """Return inputs in which the labels of repeated rows, which fill the last batch up, are -100."""
+    def _ignore_repeated_rows(self, inputs: Any) -> Any:
+        """Return the inputs with label -100 in those rows that accelerate repeats to fill the last batch.
+
+        Example: 10 rows, 2 replicas that read 3 rows at a time. The last batch of 6 has 4 real rows: 3 of replica 0 and
+        1 of replica 1, whose other 2 rows are repeated.
+        """
         state = self._trainer.accelerator.gradient_state
         if self._num_replicas == 1 or not state.end_of_dataloader or state.remainder == 0:
             return inputs
-        size = getattr(self._dataloader, "total_batch_size", 0) // self._num_replicas
-        if state.remainder < 0 or not size:
-            _tell_once(
-                "the data of this evaluation has no length: which rows accelerate repeats to fill the last batch of "
-                f"{self._num_replicas} replicas up is not known, and eval_loss and predictions count them. Give a "
-                "dataset with a length, or as many rows as fill all batches."
+        num_rows = getattr(self._dataloader, "total_batch_size", 0) // self._num_replicas
+        if state.remainder < 0 or not num_rows:
+            _warn_once(
+                "the data set of this evaluation has no length, so ds_hetero cannot know which rows accelerate repeats "
+                f"to fill the last batch of {self._num_replicas} replicas up: eval_loss and predictions count them. "
+                "Give a data set with a length, or as many rows as fill all batches."
             )
             return inputs
-        real = min(max(state.remainder - self._replica * size, 0), size)
-        if real == size:
+        num_real = min(max(state.remainder - self._replica * num_rows, 0), num_rows)
+        if num_real == num_rows:
             return inputs
-        return {
-            name: self._masked(entry, real, size, inputs) if name in self._trainer.label_names else entry
-            for name, entry in inputs.items()
-        }
+        masked: dict[str, Any] = {}
+        for name, entry in inputs.items():
+            is_label = name in self._trainer.label_names
+            masked[name] = self._ignore_after(entry, num_real, num_rows, inputs) if is_label else entry
+        return masked
 
-    def _masked(self, labels: Any, real: int, size: int, inputs: Entries) -> Any:
-        """Return labels in which only the first ``real`` of ``size`` samples count; the others are -100."""
+    def _ignore_after(self, labels: Any, num_real: int, num_rows: int, inputs: Entries) -> Any:
+        """Return labels that are -100 after the first ``num_real`` of ``num_rows`` samples.
+
+        If a collator has packed the samples into one row, a sample begins where ``position_ids`` restart at 0. If the
+        number of restarts is not ``num_rows``, the labels are returned unchanged, with a warning.
+        """
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return labels
         masked = labels.clone()
-        if not real or len(labels) == size:
-            masked[real:] = IGNORE_INDEX
+        if not num_real or len(labels) == num_rows:
+            masked[num_real:] = IGNORE_INDEX
             return masked
         positions: Any = inputs.get("position_ids")
         is_one_row = len(labels) == 1 and isinstance(positions, Tensor)
         starts = (positions[0] == 0).nonzero()[:, 0].tolist() if is_one_row else []
-        if len(starts) == size:  # a document is a sample
-            masked[:, starts[real] :] = IGNORE_INDEX
+        if len(starts) == num_rows:  # a document is a sample
+            masked[:, starts[num_real] :] = IGNORE_INDEX
         else:
-            _tell_once(
+            _warn_once(
                 f"the last batch of this evaluation repeats samples, since {self._num_replicas} replicas read "
-                f"{size} each at a time, and the collator leaves no sign of which tokens are theirs: eval_loss counts "
-                "them twice. Set per_device_eval_batch_size=1, or give as many samples as fill all batches."
+                f"{num_rows} each at a time, but the collator does not mark the tokens of a sample. So eval_loss "
+                "counts these samples twice. Set per_device_eval_batch_size=1, or give as many samples as fill all "
+                "batches."
             )
         return masked

@@ -6,10 +6,10 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 
-from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.trained.split_model import SplitModel
 from ds_hetero.frameworks.transformers.protocols import ModelConfig
 
-# By id of a switched config, while it exists: its former implementation, and the model that it belongs to.
+# By id of a switched config, as long as it exists: its former implementation, and the model that it belongs to.
 _former: dict[int, str | None] = {}
 _owners: weakref.WeakValueDictionary[int, SplitModel] = weakref.WeakValueDictionary()
 
@@ -28,19 +28,19 @@ def restore_implementation(config: ModelConfig) -> None:
 
 
 def former_implementation(config: ModelConfig) -> str:
-    """Return the implementation of ``config`` before the switch; "eager", which is exact, for copies of configs."""
+    """Return the implementation of ``config`` before the switch; for a copy of a config "eager", which is exact."""
     return _former.get(id(config), "eager") or "eager"
 
 
 @contextlib.contextmanager
-def naming_former(config: ModelConfig) -> Iterator[None]:
-    """Give the config its former implementation inside: attention functions of transformers read it there."""
-    switched = config._attn_implementation
+def using_former(config: ModelConfig) -> Iterator[None]:
+    """Inside the context, let ``config`` name its former implementation, which transformers' functions read there."""
+    present = config._attn_implementation
     config._attn_implementation_internal = former_implementation(config)
     try:
         yield
     finally:
-        config._attn_implementation_internal = switched
+        config._attn_implementation_internal = present
 
 
 def owner_of(config: ModelConfig) -> SplitModel | None:

@@ -1,7 +1,8 @@
-"""Read from a composed mask function of transformers which tokens the mask hides.
+"""Determine which tokens a mask hides, from transformers' composed mask function.
 
-transformers composes masks from functions, which are in closures. For example, a causal mask with a window of 4096 is
-``and_masks(causal_mask_function, sliding_window_overlay(4096))``. Other parts than the known ones are refused.
+transformers composes a mask of functions. For example, a causal mask with a window of 4096 is
+``and_masks(causal_mask_function, sliding_window_overlay(4096))``. The parts are found in the closure of the composed
+function; a mask with an unknown part is refused.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _SUPPORTED = {*MASK_PARTS, "remap_positions_for_packed_sequence"}  # the last si
 
 
 class MaskKind(NamedTuple):
-    """Tokens that a layer's mask hides, apart from padding and other documents."""
+    """Kind of a layer's mask, apart from padding and documents."""
 
-    causal: bool
-    window: int | None  # keys further back than ``window - 1`` tokens; None if there is no limit
+    causal: bool  # hides keys after the query
+    window: int | None  # hides keys more than ``window - 1`` tokens before the query; None if it hides none of these
 
 
 def mask_kind(mask_function: FunctionType) -> MaskKind:
     """Return the kind of a mask function. Raises `ModelError`: it has other parts, such as chunks or a custom mask."""
-    parts = {_name(part): part for part in _parts(mask_function)}
+    parts = {_name_of_part(part): part for part in _functions_in(mask_function)}
     unsupported = sorted(set(parts) - _SUPPORTED)
     if unsupported:
         raise ModelError(
@@ -41,18 +42,21 @@ def mask_kind(mask_function: FunctionType) -> MaskKind:
     return MaskKind("causal_mask_function" in parts, window)
 
 
-def _parts(mask_function: FunctionType) -> Iterator[FunctionType]:
+def _functions_in(mask_function: FunctionType) -> Iterator[FunctionType]:
     """Yield the function and, recursively, all functions in its closure."""
     yield mask_function
     for cell in mask_function.__closure__ or ():
         contents = cell.cell_contents
         for inner in contents if isinstance(contents, tuple) else (contents,):
             if isinstance(inner, FunctionType):
-                yield from _parts(inner)
+                yield from _functions_in(inner)
 
 
-def _name(part: FunctionType) -> str:
-    """Return the name of the `transformers.masking_utils` function that made a part; MODULE.NAME for other parts."""
+def _name_of_part(part: FunctionType) -> str:
+    """Return the name of the function of `transformers.masking_utils` that a part is or comes from.
+
+    For a part from elsewhere it is MODULE.NAME.
+    """
     if part.__module__ == masking_utils.__name__:
         return part.__qualname__.partition(".")[0]
     return f"{part.__module__}.{part.__qualname__}"

@@ -1,9 +1,9 @@
-"""Private names of transformers that ds_hetero builds on, and the releases that have them."""
+"""Private names of transformers that ds_hetero uses, and the releases of transformers that have them."""
 
 from __future__ import annotations
 
 PACKAGE = "transformers"
-WORKS = ">=5.6,<6"
+WORKS = ">=5.6"
 
 MASK_PARTS = (
     "causal_mask_function",
@@ -12,7 +12,7 @@ MASK_PARTS = (
     "sliding_window_overlay",
     "packed_sequence_mask_function",  # packing is read from the positions of the whole sequence instead
 )
-"""Functions that transformers composes the masks of."""
+"""Functions of which transformers composes masks."""
 
 _TRAINER = (
     "__init__",
@@ -53,12 +53,12 @@ PRIVATE_NAMES = (
     *(f"transformers.masking_utils:{name}" for name in MASK_PARTS),
     *(f"transformers:Trainer.{name}" for name in _TRAINER),
 )
-"""``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
+"""``module:attribute`` or ``module:Class.attribute``; `ds_hetero.registration` checks that they exist."""
 
 ATTRIBUTES = (
     "transformers.configuration_utils:PretrainedConfig._attn_implementation_internal",
     "transformers.modeling_utils:PreTrainedModel._gradient_checkpointing_func",
     "transformers.modeling_utils:PreTrainedModel._is_hf_initialized",
-    "trl.trainer.sft_trainer:SFTTrainer._metrics",  # of a subclass of the Trainer: put back after the look at its loss
+    "trl.trainer.sft_trainer:SFTTrainer._metrics",  # restored after a probe of the loss
 )
-"""Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""
+"""Private attributes that objects get at run time, with the class whose source sets them; tests check these sources."""

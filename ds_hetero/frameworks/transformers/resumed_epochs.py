@@ -1,10 +1,11 @@
 """Resume the Trainer in the middle of an epoch: draw the epoch in its former order, or refuse.
 
-The Trainer draws the order of the epoch again, and skips the batches that were trained. The order is the same only if
-the sampler is seeded by the number of the epoch, as accelerate's replacement of torch's RandomSampler is. All others
-(``group_by_length``, weighted samplers, samplers and streams with generators of their own) draw from random states that
-have changed since. So a checkpoint contains the states with which its epoch began. They are restored before the epoch
-is drawn again, and a checksum shows whether the order is the same; see `ds_hetero.runtime.data.drawn_order`.
+The Trainer draws the order of the epoch again, and skips the batches that were trained. The order is the same if the
+sampler is seeded by the number of the epoch, as accelerate's replacement of torch's RandomSampler is. All other
+samplers (``group_by_length``, weighted samplers, samplers and streams with their own generators) draw from random
+states that have changed since. So a checkpoint contains the random states with which its epoch began. They are restored
+before the epoch is drawn again, and a checksum shows whether the order is the same; see
+`ds_hetero.runtime.data.drawn_order`.
 """
 
 from __future__ import annotations
@@ -25,48 +26,51 @@ from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import SamplingError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.drawn_order import DrawnOrder, batches_drawn, note_order
+from ds_hetero.runtime.data.drawn_order import DrawnOrder, num_batches_drawn, record_order
 from ds_hetero.runtime.data.epochs import Epochs
 from ds_hetero.runtime.data.shards import Entries
 
 logger = logging.getLogger(__name__)
 
 _FILE_OF_RANK = "ds_hetero_epoch_{}.pt"  # in the folder of a checkpoint
+# Samplers whose order depends on nothing but the number of the epoch.
 _SEEDED_BY_EPOCH = frozenset({"SeedableRandomSampler", "SequentialSampler", "DistributedSampler"})
 
 
 class TrainedEpochs:
-    """The epochs of one training: the random states with which the present one began, and its trained batches."""
+    """Follows the epochs of one training: random states at the start of the present epoch, and its trained batches."""
 
     def __init__(self) -> None:
         self._loader: Any = None
         self._epochs: Epochs | None = None
         self._order = DrawnOrder()
-        self._start: Entries | None = None  # random states with which the present epoch began
-        self._used = 0  # batches of this rank that were trained in the present epoch
+        self._start_states: Entries | None = None  # random states with which the present epoch began
+        self._num_trained = 0  # batches of this rank that were trained in the present epoch
         self._number = 0  # of the present epoch
+        self._ranks_per_batch = 1  # see ``ranks_in_turn`` of `watch`
         self.offset = 0  # number of an epoch minus the number that the Trainer gives it
-        self._ranks_per_batch = 1  # ranks with batches of their own, which are trained one after the other
 
-    def watch(self, loader: Any, *, in_turn_of: int = 1) -> None:
+    def watch(self, loader: Any, *, ranks_in_turn: int = 1) -> None:
         """Follow the epochs of this loader.
 
         Args:
-            in_turn_of: ranks whose batches are trained one after the other, if each rank reads other batches.
+            ranks_in_turn: number of ranks whose batches are trained one after the other, if the ranks of a replica read
+                different batches; 1 if they read the same.
         """
-        self._loader, self._order = loader, note_order(loader)
+        self._loader, self._order = loader, record_order(loader)
         self._epochs = Epochs(loader, KNOWN_LOADERS)
-        self._ranks_per_batch = in_turn_of
+        self._ranks_per_batch = ranks_in_turn
 
-    def begin(self, number: int, resumed: Entries | None, used: int) -> None:
+    def begin(self, number: int, resumed: Entries | None, num_trained: int) -> None:
         """Start an epoch.
 
         Args:
+            number: of the epoch.
             resumed: `state` of the epoch that is resumed; None for a new epoch.
-            used: batches of the epoch that were trained before.
+            num_trained: batches of the epoch that were trained before.
 
         Raises:
-            SamplingError: each rank reads a part of the samples, and the checkpoint is of another number of ranks.
+            SamplingError: each rank reads a part of the samples, and another number of ranks wrote the checkpoint.
         """
         if self._epochs is None:
             return
@@ -74,11 +78,11 @@ class TrainedEpochs:
         if resumed is not None:
             self._expect_same_ranks(resumed)
             self._epochs.put_back(resumed["start"])
-            # The checksum of a stream is of this replica's part, which depends on the number of ranks.
+            # A stream has the checksum of only this replica's samples, which depend on the number of ranks.
             is_comparable = resumed["world_size"] == dist.get_world_size() or not self._is_stream
             self._order.expect(resumed["after"] if is_comparable else None)
-        self._start = self._epochs.states_now()
-        self._used = used
+        self._start_states = self._epochs.states_now()
+        self._num_trained = num_trained
         self._number = number
 
     @property
@@ -91,50 +95,52 @@ class TrainedEpochs:
         return isinstance(getattr(self._loader, "dataset", None), IterableDataset)
 
     def _expect_same_ranks(self, resumed: Entries) -> None:
-        now = {"in_turn_of": self._ranks_per_batch, "world_size": dist.get_world_size()}
-        before = {name: resumed[name] for name in now}
-        if before != now and max(before["in_turn_of"], self._ranks_per_batch) > 1:
+        """Refuse another number of ranks if each rank reads a part of the samples. Raises `SamplingError`."""
+        present = {"in_turn_of": self._ranks_per_batch, "world_size": dist.get_world_size()}
+        saved = {name: resumed[name] for name in present}
+        if saved != present and max(saved["in_turn_of"], self._ranks_per_batch) > 1:
             raise SamplingError(
-                "the sampler shares samples out by rank (as a DistributedSampler over all ranks does), and the "
-                f"checkpoint is of {before['world_size']} ranks, this job of {now['world_size']}: the samples that "
-                "remain of the epoch cannot be determined. Resume with as many ranks, or set ignore_data_skip=True, "
-                "which begins the epoch anew."
+                "the sampler divides samples among ranks (as a DistributedSampler over all ranks does), but the "
+                f"checkpoint was written by {saved['world_size']} ranks, and this job has {present['world_size']}. So "
+                "the samples that remain of the epoch cannot be determined. Resume with as many ranks, or set "
+                "ignore_data_skip=True, which begins the epoch anew."
             )
 
-    def use(self, num_batches: int) -> None:
-        """Count batches that are trained."""
-        self._used += num_batches
+    def count_trained(self, num_batches: int) -> None:
+        """Count batches of this rank that are trained in the present epoch."""
+        self._num_trained += num_batches
 
     def state(self) -> Entries | None:
         """Return the state that `begin` needs to resume the present epoch; None before the first epoch."""
-        if self._start is None:
+        if self._start_states is None:
             return None
-        drawn = batches_drawn(self._loader, self._used // self._ranks_per_batch)
+        num_drawn = num_batches_drawn(self._loader, self._num_trained // self._ranks_per_batch)
         return {
             "epoch": self._number,
-            "used": self._used,
-            "start": self._start,
-            "after": self._order.after(drawn),
+            "used": self._num_trained,
+            "start": self._start_states,
+            "after": self._order.after(num_drawn),
             "in_turn_of": self._ranks_per_batch,
             "world_size": dist.get_world_size(),
         }
 
-    def expect_seeded(self) -> None:
-        """Warn that the order of an epoch may differ, unless the sampler is seeded by the epoch's number.
+    def warn_unless_seeded(self) -> None:
+        """Warn, for a checkpoint without the random states of its epoch, that the rest of the epoch may differ.
 
-        Called for a checkpoint without the random states of its epoch.
+        The rest is the same, and nothing is logged, if the sampler is seeded by the epoch's number.
         """
-        kinds = [type(part).__name__ for part in KNOWN_LOADERS.parts(self._loader)]
-        if not _SEEDED_BY_EPOCH & set(kinds) and dist.get_rank() == 0:
+        class_names = [type(part).__name__ for part in KNOWN_LOADERS.parts(self._loader)]
+        if not _SEEDED_BY_EPOCH & set(class_names) and dist.get_rank() == 0:
             logger.warning(
                 "the checkpoint lacks the random states with which its epoch began, since it was saved by an older "
-                "ds_hetero or without it: the rest of the epoch may have samples that were trained already (%s). To be "
+                "ds_hetero or without it. The rest of the epoch may have samples that were trained already (%s). To be "
                 "sure, set ignore_data_skip=True, which begins the epoch anew.",
-                ", ".join(kind for kind in kinds if kind.endswith(("Sampler", "Dataset"))) or "no sampler",
+                ", ".join(name for name in class_names if name.endswith(("Sampler", "Dataset"))) or "no sampler",
             )
 
 
-_EPOCHS = "_ds_hetero_epochs"  # attribute of a Trainer; some of TRL's cannot be hashed, and so not be keys of a mapping
+# Attribute of a Trainer. Some of TRL's trainers cannot be hashed, so a dictionary by trainer would not do.
+_EPOCHS = "_ds_hetero_epochs"
 
 
 def epochs_of(trainer: Trainer) -> TrainedEpochs:
@@ -144,7 +150,7 @@ def epochs_of(trainer: Trainer) -> TrainedEpochs:
 
 
 def forget_epochs(trainer: Trainer) -> None:
-    """Discard the epochs of an earlier training."""
+    """Discard the epochs of a Trainer's earlier training."""
     vars(trainer).pop(_EPOCHS, None)
 
 
@@ -154,21 +160,22 @@ def run_epoch(registry: Registry, stock: Function, trainer: Trainer, *args: obje
         return stock(trainer, *args, **kwargs)
     arguments = inspect.signature(stock).bind(trainer, *args, **kwargs).arguments
     checkpoint = arguments["resume_from_checkpoint"]
-    used = arguments["steps_trained_in_current_epoch"]
-    is_resumed_epoch = checkpoint is not None and arguments["epoch"] == arguments["epochs_trained"] and used > 0
+    num_trained = arguments["steps_trained_in_current_epoch"]
+    is_first_epoch = arguments["epoch"] == arguments["epochs_trained"]
+    is_resumed_epoch = checkpoint is not None and is_first_epoch and num_trained > 0
     epochs = epochs_of(trainer)
-    resumed = _read(Path(checkpoint)) if is_resumed_epoch else None
+    resumed = _read_state(Path(checkpoint)) if is_resumed_epoch else None
     if is_resumed_epoch and resumed is None:
-        epochs.expect_seeded()
+        epochs.warn_unless_seeded()
     if resumed is not None and not epochs.has_length:
         # The Trainer takes all steps of a stream for one epoch, so it would also skip the batches of earlier epochs.
         epochs.offset = resumed["epoch"] - arguments["epoch"]
-        used = resumed["used"]
-        arguments["steps_trained_in_current_epoch"] = used
+        num_trained = resumed["used"]
+        arguments["steps_trained_in_current_epoch"] = num_trained
     arguments["epoch"] += epochs.offset
     if is_resumed_epoch:
         arguments["epochs_trained"] = arguments["epoch"]
-    epochs.begin(arguments["epoch"], resumed, used if is_resumed_epoch else 0)
+    epochs.begin(arguments["epoch"], resumed, num_trained if is_resumed_epoch else 0)
     return stock(**arguments)
 
 
@@ -184,10 +191,13 @@ def write_epoch(state: Entries, folder: Path) -> None:
     torch.save(state, folder / _FILE_OF_RANK.format(dist.get_rank()))
 
 
-def _read(folder: Path) -> Entries | None:
-    """Read this rank's state; that of rank 0 if the checkpoint is of another number of ranks. None if there is none.
+def _read_state(folder: Path) -> Entries | None:
+    """Return the state that this rank saved; None if the checkpoint has none.
 
-    Rank 0's will do, because all ranks draw the same order.
+    If another number of ranks wrote the checkpoint, the state of rank 0 is returned, because all ranks draw the same
+    order.
+
+    Collectives: one `on_all_ranks`.
     """
 
     def read() -> Entries | None:
@@ -199,6 +209,6 @@ def _read(folder: Path) -> Entries | None:
                     return state
         return None
 
-    parts: list[Entries | None] = []
-    on_all_ranks(lambda: parts.append(read()))
-    return parts[0]
+    states: list[Entries | None] = []
+    on_all_ranks(lambda: states.append(read()))  # so that an error of one rank is raised on all
+    return states[0]

@@ -1,9 +1,9 @@
-"""The Trainer's training loader, also if the script overrides ``get_train_dataloader``.
+"""Divide the batches of the Trainer's training loader, also if the script overrides ``get_train_dataloader``.
 
 loader                                         batches
 prepared by accelerate                         divided among replicas when it is prepared
 plain, replicas take different batches         divided here (`replica_samples`)
-plain, ranks share each sequence               read by all ranks; `count_batches` gives the length of an epoch
+plain, ranks share each sequence               read by all ranks of a replica; `count_batches` counts those of an epoch
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
-from ds_hetero.errors import ConfigError
+from ds_hetero.errors import ConfigError, SamplingError
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.batch_mode import describe_loader, expect_unsharded
@@ -30,7 +30,11 @@ Preparing = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class CountedLoader:
-    """A stand-in for a loader, for code that only asks for its length. ``length``: None if unknown."""
+    """A stand-in for a loader, for code that reads only its length.
+
+    Args:
+        length: batches of an epoch; None if unknown.
+    """
 
     dataset: Any
     length: int | None
@@ -45,21 +49,21 @@ class CountedLoader:
 def making_train_loader(
     trainer: Trainer, preparing: Preparing, batches: ReplicaBatches | None, *, is_of_rank: bool
 ) -> Iterator[None]:
-    """Let ``get_train_dataloader`` of a Trainer, or of a subclass, return a loader for this engine inside.
+    """Inside the context, let ``get_train_dataloader`` of a Trainer, or of a subclass, return a loader for this engine.
 
     Args:
-        preparing: a context in which accelerate divides loaders among replicas.
-        batches: of replicas that take different batches; None if all take equal ones.
-        is_of_rank: see `replica_samples`.
+        preparing: makes a context in which accelerate divides loaders among replicas.
+        batches: how replicas share samples if they take different batches; None if all take equal batches.
+        is_of_rank: whether every replica is one rank, see `replica_samples`.
     """
-    make = trainer.get_train_dataloader
+    make_loader = trainer.get_train_dataloader
 
     def get_train_dataloader() -> Any:
         with preparing():
-            loader = make()
+            loader = make_loader()
         if batches is None or reader_of(loader) is not None:
             return loader
-        return _divide(loader, batches, f"{type(trainer).__name__}.get_train_dataloader", is_of_rank)
+        return _divide_samples(loader, batches, f"{type(trainer).__name__}.get_train_dataloader", is_of_rank)
 
     trainer.get_train_dataloader = get_train_dataloader
     try:
@@ -68,22 +72,51 @@ def making_train_loader(
         trainer.__dict__.pop("get_train_dataloader", None)
 
 
-def _divide(loader: Any, batches: ReplicaBatches, made_in: str, is_of_rank: bool) -> Any:
-    """Let a plain loader read this rank's samples only. Raises `ConfigError` and `BatchError`."""
+def _divide_samples(loader: Any, batches: ReplicaBatches, method_name: str, is_of_rank: bool) -> Any:
+    """Return a loader of only those samples that this rank's replica takes.
+
+    Args:
+        method_name: name of the script's method that made ``loader``.
+
+    Caller: every rank of the world.
+    Collectives: one `on_all_ranks`.
+
+    Raises:
+        ConfigError: ``loader`` is not a DataLoader.
+        BatchError: see `expect_unsharded`.
+    """
     reports = on_all_ranks(lambda: describe_loader(loader, KNOWN_LOADERS, batches.replica_id))
     if not isinstance(loader, DataLoader):
         raise ConfigError(
-            f"{made_in} returned {type(loader).__name__}, not a DataLoader: its samples cannot be divided among ranks "
-            f"that take different batches ({batches.split}). Return a DataLoader of all samples."
+            f"{method_name} returned a {type(loader).__name__}, not a DataLoader, so its samples cannot be divided "
+            f"among ranks that take different batches ({batches.split}). Return a DataLoader of all samples."
         )
     expect_unsharded(reports, divides_samples=True)
     return replica_samples(loader, batches.split, batches.replica_id, is_of_rank=is_of_rank)
 
 
-def count_batches(trainer: Trainer, loader: Any) -> EpochLength:
-    """Count the batches of an epoch of this rank's replica, if ranks share each sequence.
+def count_batches(trainer: Trainer, loader: Any, *, needs_whole_batches: bool) -> EpochLength:
+    """Return the number of batches in an epoch of this rank's replica, whose ranks share each sequence.
+
+    Args:
+        needs_whole_batches: True if all ranks of a replica need the same whole batch, as for a loss from all logits.
 
     Caller: every rank of the world.
+
+    Raises:
+        SamplingError: on every rank; see `epoch_length`. Or the ranks of a replica draw different batches, but need the
+            same.
     """
     replica = dist.get_rank() // trainer.get_sp_size()
-    return epoch_length(loader, KNOWN_LOADERS, replica, f"{type(trainer).__name__}.get_train_dataloader")
+    method_name = f"{type(trainer).__name__}.get_train_dataloader"
+    length = epoch_length(loader, KNOWN_LOADERS, replica, method_name)
+    if needs_whole_batches and length.ranks_in_turn > 1:
+        raise SamplingError(
+            f"the loader of {method_name} gives each of the {length.ranks_in_turn} ranks of a replica batches of its "
+            f"own, as by a DistributedSampler over all ranks, but {type(trainer).__name__} computes its loss from "
+            "whole sequences or from all logits (compute_loss_func, label smoothing, a compute_loss that takes the "
+            "labels): all ranks of a replica need the same batches. Return a DataLoader of all samples without such a "
+            "sampler, "
+            "prepared by self.accelerator.prepare(loader); or give the loss as model.loss_function."
+        )
+    return length

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: replace the methods that count batches and samples, compute the loss, and save."""
+"""Replace methods of the Hugging Face Trainer: those that count batches and samples, compute the loss, and save."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ from transformers import Trainer
 from ds_hetero.engine.forward_mode import sharding, wanted_results
 from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
-from ds_hetero.errors import (
-    ConfigError,
-)
+from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.transformers.elastic import load_from_memory, save_after, train_from_memory
-from ds_hetero.frameworks.transformers.evaluation import (
-    evaluates_shards,
-    is_sharded,
-    run_evaluation_loop,
-)
+from ds_hetero.frameworks.transformers.evaluation import evaluates_shards, is_sharded, run_evaluation_loop
 from ds_hetero.frameworks.transformers.resumed_epochs import run_epoch
 from ds_hetero.frameworks.transformers.trainer_loaders import (
     get_dataloader,
@@ -37,29 +31,22 @@ from ds_hetero.frameworks.transformers.trainer_loss import (
     prepare_inputs,
     track_num_input_tokens,
 )
-from ds_hetero.frameworks.transformers.trainer_modes import (
-    calls_sharded,
-    is_alone,
-    takes_whole_batches,
-)
+from ds_hetero.frameworks.transformers.trainer_modes import calls_sharded, is_alone, takes_whole_batches
 from ds_hetero.frameworks.transformers.trainer_saving import fail_together, mark_unfinished, save_rng_state, save_stages
-from ds_hetero.frameworks.transformers.unlike_batches import (
-    expect_plain_samples,
-    takes_unlike_batches,
-    unlike_steps,
-)
+from ds_hetero.frameworks.transformers.unlike_batches import expect_independent_samples, takes_unlike_batches
+from ds_hetero.frameworks.transformers.unlike_steps import unlike_steps
 from ds_hetero.job.start import ReplicaBatches
 
 
 def install(registry: Registry) -> None:
     """Replace methods of the Trainer: loaders and counts of batches, loss, evaluation, checkpoints, elastic restart.
 
-    ``around(function, registry)`` calls ``function(registry, stock, trainer, ...)``. Where a method is replaced twice,
-    the later line is the outer one.
+    ``around(function, registry)`` calls ``function(registry, stock, trainer, ...)``. If a method is replaced twice, the
+    later replacement calls the earlier one.
     """
     replace = registry.patches.replace
-    replace(Trainer, "__init__", around(_note_constructed, registry))
-    replace(Trainer, "_inner_training_loop", around(_accumulate_micro_steps, registry))
+    replace(Trainer, "__init__", around(_prepare_trainer, registry))
+    replace(Trainer, "_inner_training_loop", around(_run_training_loop, registry))
     replace(Trainer, "_get_dataloader", around(get_dataloader, registry))
     replace(Trainer, "_run_epoch", around(run_epoch, registry))
     replace(Trainer, "set_initial_training_values", around(set_initial_training_values, registry))
@@ -76,7 +63,7 @@ def install(registry: Registry) -> None:
     replace(Trainer, "evaluation_loop", around(run_evaluation_loop, registry))
     replace(Trainer, "_save_rng_state", around(save_rng_state, registry))
     replace(Trainer, "save_model", around(save_stages, registry))
-    # Outside of the two lines above: whatever they raise on one rank is raised on all.
+    # These call the replacements above, so that an error of one rank is raised on all ranks.
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
         replace(Trainer, name, around(fail_together, registry))
     replace(Trainer, "_save_checkpoint", around(mark_unfinished, registry))
@@ -86,7 +73,7 @@ def install(registry: Registry) -> None:
 
 
 def _evaluate(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
-    """Replace ``Trainer.evaluate`` and ``Trainer.predict``."""
+    """Replace ``Trainer.evaluate`` and ``Trainer.predict``: run by sharded calls if the loss needs whole batches."""
     is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
     if not is_whole or evaluates_shards(registry, trainer):
         return stock(trainer, *args, **kwargs)
@@ -95,10 +82,14 @@ def _evaluate(registry: Registry, stock: Function, trainer: Trainer, *args: obje
 
 
 def _training_step(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
-    """Replace ``Trainer.training_step``: compute the loss as one process per replica does, or of unlike batches."""
-    unlike = unlike_steps(registry, trainer)
-    if unlike is not None and unlike.computes_loss_itself:
-        with unlike.scaling_own_loss():
+    """Replace ``Trainer.training_step``.
+
+    If ranks take different batches, and the Trainer's class has its own ``compute_loss``, scale its loss. Inside
+    sharded calls, count each replica as one process. Otherwise call the stock method.
+    """
+    steps = unlike_steps(registry, trainer)
+    if steps is not None and steps.has_own_compute_loss:
+        with steps.scaling_own_loss():
             return stock(trainer, *args, **kwargs)
     if wanted_results() is None:
         return stock(trainer, *args, **kwargs)
@@ -109,29 +100,29 @@ def _training_step(registry: Registry, stock: Function, trainer: Trainer, *args:
 def expect_splittable(trainer: Trainer) -> None:
     """Refuse, before the loop, a Trainer that would not train on shards as on one process.
 
-    A second call of ``train()`` is refused, too: at the end of the first one the Trainer drops its reference to the
-    engine, so that it has no engine to call ``backward`` of.
+    A second call of ``train()`` is refused, too. At the end of the first call, the Trainer drops its reference to the
+    engine, whose ``backward`` the loop would have to call.
 
     Raises:
-        ConfigError: with what to change.
+        ConfigError: this is a second call, or the sampling strategy divides samples among ranks.
     """
-    # auto_find_batch_size calls the loop again itself, after it has made a new engine.
+    # With auto_find_batch_size, the Trainer itself calls the loop again, after it has made a new engine.
     has_engine = trainer.model_wrapped is not trainer.model
     if has_engine and not trainer.args.auto_find_batch_size:
         raise ConfigError(
             f"{type(trainer).__name__}.train() was called after the model got its DeepSpeed engine, by an earlier call "
-            "of train() or evaluate(). The Trainer has dropped that engine. Make a new Trainer, and give it "
-            "resume_from_checkpoint to go on from where the first one ended."
+            "of train() or evaluate(). The Trainer has dropped that engine. Make a new Trainer, and call its train() "
+            "with resume_from_checkpoint to go on from where the first one ended."
         )
     if trainer.args.train_sampling_strategy == "batch_rebalance":
         raise ConfigError(
-            'train_sampling_strategy="batch_rebalance" deals samples out to ranks, which share each sequence here. Use '
-            '"group_by_length", or "placement": "documents" in the "heterogeneity" section, which balances the '
+            'train_sampling_strategy="batch_rebalance" divides samples among ranks, which share each sequence here. '
+            'Use "group_by_length", or "placement": "documents" in the "heterogeneity" section, which balances the '
             "computation of the ranks."
         )
 
 
-def _note_constructed(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
+def _prepare_trainer(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
     """Extend ``Trainer.__init__``: prepare a Trainer of another library, such as TRL's, for sequence parallelism."""
     stock(trainer, *args, **kwargs)
     if is_sharded(registry, trainer):
@@ -139,8 +130,8 @@ def _note_constructed(registry: Registry, stock: Function, trainer: Trainer, *ar
         adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split, adapters.processes)
 
 
-def _accumulate_micro_steps(registry: Registry, stock: Function, *args: object, **kwargs: object) -> object:
-    """Replace ``Trainer._inner_training_loop``: check the Trainer, and train with the micro-batches of the replicas."""
+def _run_training_loop(registry: Registry, stock: Function, *args: object, **kwargs: object) -> object:
+    """Replace ``Trainer._inner_training_loop``: check the Trainer, then train with loaders for replicas."""
     bound = inspect.signature(stock).bind(*args, **kwargs).arguments
     trainer, arguments = bound["self"], bound["args"]
     is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
@@ -148,16 +139,16 @@ def _accumulate_micro_steps(registry: Registry, stock: Function, *args: object, 
         registry.adapters.trainers.expect_known(trainer)
         expect_splittable(trainer)
     elif takes_unlike_batches(registry, trainer):
-        expect_plain_samples(trainer, of_sequences=registry.adapters.trainers.needs_whole_sequences(trainer))
+        expect_independent_samples(trainer, of_sequences=registry.adapters.trainers.needs_whole_sequences(trainer))
     else:
-        _say_whether_shared(registry, trainer)
+        _log_stock_training(registry, trainer)
     batches = replica_batches(registry, trainer)
     with making_loaders(registry, trainer, batches):
         return _train(registry, functools.partial(stock, *args, **kwargs), trainer, arguments, is_whole, batches)
 
 
-def _say_whether_shared(registry: Registry, trainer: Trainer) -> None:
-    """Log that several ranks train without this engine, and why."""
+def _log_stock_training(registry: Registry, trainer: Trainer) -> None:
+    """Log that several ranks train with stock DeepSpeed, and why."""
     if not registry.adapters.processes.asks_for_engine(trainer.accelerator):
         has_config = trainer.args.deepspeed is not None
         where = "deepspeed= of TrainingArguments has none" if has_config else "TrainingArguments have no deepspeed="
@@ -172,9 +163,17 @@ def _train(
     is_whole: bool,
     batches: ReplicaBatches | None,
 ) -> object:
-    """Run the loop. If replicas take different batches, a step has as many micro-batches as the busiest replica.
+    """Run the training loop.
 
-    ``gradient_accumulation_steps`` has that number during the loop only; afterwards it is the user's again.
+    If replicas take different batches, every replica runs as many micro-batches in a step as the busiest one. The
+    loop takes this number from ``gradient_accumulation_steps``, which has the user's value again afterwards.
+
+    Args:
+        is_whole: True if the loss is computed from whole sequences, by sharded calls.
+        batches: how the replicas share samples if they take different batches; else None.
+
+    Raises:
+        ConfigError: the Trainer weighs replicas equally, but these take different batches.
     """
     if is_whole and batches is not None:
         raise ConfigError(
@@ -189,11 +188,11 @@ def _train(
     if not arguments.average_tokens_across_devices:
         raise ConfigError(
             "average_tokens_across_devices=False weighs replicas equally, but these take different batches "
-            f"({batches.split}); leave it out."
+            f"({batches.split}). Leave average_tokens_across_devices out."
         )
-    steps = arguments.gradient_accumulation_steps
+    user_steps = arguments.gradient_accumulation_steps
     arguments.gradient_accumulation_steps = batches.split.micro_steps
     try:
         return train()
     finally:
-        arguments.gradient_accumulation_steps = steps
+        arguments.gradient_accumulation_steps = user_steps

@@ -1,4 +1,4 @@
-"""How a Trainer trains with this engine: on shards, on whole batches through sharded calls, or alone."""
+"""Determine how a Trainer trains: on shards, on whole batches through sharded calls, or in a job of one rank."""
 
 from __future__ import annotations
 
@@ -13,50 +13,45 @@ from transformers import Trainer
 
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, wanted_results
 from ds_hetero.engine.registry import Registry
-from ds_hetero.errors import (
-    VersionError,
-)
-from ds_hetero.frameworks.transformers.evaluation import (
-    accepts_loss_kwargs,
-    loss_from_logits,
-)
+from ds_hetero.errors import VersionError
+from ds_hetero.frameworks.transformers.evaluation import accepts_loss_kwargs, takes_loss_from_logits
 
-# Older releases round the number of labels by which the Trainer divides such losses.
-_OLDEST = Version("5.20")
+# Older releases round the number of labels by which the Trainer divides losses from whole sequences.
+_OLDEST_TRANSFORMERS = Version("5.20")
 
 
 def is_alone(registry: Registry, trainer: Trainer) -> bool:
-    """Return True if a Trainer trains with this engine in a job of one rank, which takes whole batches."""
+    """Return True if a Trainer trains with this engine in a job of one rank, whose model takes whole batches."""
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and dist.get_world_size() == 1
 
 
 def split_of(registry: Registry, trainer: Trainer) -> Any:
-    """Return the sharded model of a Trainer; None if it is not sharded, or in a job of one rank."""
+    """Return the sharded model of a Trainer; None if its model is not sharded, or in a job of one rank."""
     if is_alone(registry, trainer):
         return None
     return registry.find_split(trainer.model)
 
 
 def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
-    """Return True if a Trainer computes its loss from whole sequences, or from all logits, instead of by token."""
-    return loss_from_logits(trainer) or registry.adapters.trainers.needs_whole_sequences(trainer)
+    """Return True if a Trainer computes its loss from whole sequences or from all logits, not token by token."""
+    return takes_loss_from_logits(trainer) or registry.adapters.trainers.needs_whole_sequences(trainer)
 
 
 @contextlib.contextmanager
 def calls_sharded(registry: Registry, trainer: Trainer) -> Iterator[None]:
-    """Run a Trainer as if each replica were one process.
+    """Inside the context, run a Trainer as if each replica were one process.
 
-    Inside, calls of its models take whole batches and are sharded at the model's forward; outputs are put together
-    again; accelerate gathers one value of each replica. So loss, metrics and evaluation are those of one process.
+    Calls of its models take whole batches, are sharded at the model's forward, and return the outputs of the whole
+    batch. accelerate gathers one value of each replica. So loss, metrics and evaluation are those of one process.
 
     Raises:
-        VersionError: the installed Trainer divides such losses by a rounded number.
+        VersionError: the installed transformers divides such losses by a rounded number.
     """
-    if Version(version("transformers")) < _OLDEST:
+    if Version(version("transformers")) < _OLDEST_TRANSFORMERS:
         raise VersionError(
             f"{type(trainer).__name__} computes its loss from whole sequences or from all logits, which trains as on "
-            f"one process from transformers {_OLDEST} on; {version('transformers')} is installed. Upgrade it, or leave "
-            "out label smoothing and compute_loss_func."
+            f"one process from transformers {_OLDEST_TRANSFORMERS} on; {version('transformers')} is installed. "
+            "Upgrade it, or leave out label smoothing and compute_loss_func."
         )
     if wanted_results() is not None:  # an evaluation during training: already inside
         yield

@@ -1,1 +1,1 @@
-"""TRL: the names of its trainers and outputs that ds_hetero knows."""
+"""Adapter of TRL: its trainers, those that generate completions, and their state in an elastic job."""

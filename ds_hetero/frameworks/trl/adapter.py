@@ -1,4 +1,4 @@
-"""TRL as the engine sees it: `ds_hetero.engine.adapters.TrainerAdapter`, which this module is."""
+"""The adapter of TRL: this module implements `ds_hetero.engine.adapters.TrainerAdapter`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Trainers that generate completions and train on them: each replica is a process to them.
+"""Let TRL's trainers that generate completions, and train on them, count replicas instead of processes.
 
-Their batches are lists of prompts, the same on all ranks of a replica. Every rank generates with the whole model; the
-completions of a replica's first rank are taken by all of its ranks, since unlike devices draw unlike tokens. Rewards,
-which every rank computes, are gathered from the first ranks of the replicas. Log-probabilities are made by sharded
-calls. What else such a trainer counts by processes is counted by replicas: seeds, prompts of a generation, slices of
-the advantages, metrics.
+    prompts             a batch is a list of prompts, the same on all ranks of a replica
+    completions         every rank generates with the whole model; all ranks of a replica take those of its first rank,
+                        because unlike devices draw unlike tokens
+    rewards             computed on every rank, and gathered from the first rank of every replica
+    log-probabilities   computed by sharded calls
+
+Such a trainer also counts replicas for seeds, prompts of a generation, slices of the advantages, and metrics.
 """
 
 from __future__ import annotations
@@ -28,38 +30,41 @@ from ds_hetero.runtime.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)
 
-_ready: set[type] = set()  # classes of trainers whose modules count replicas
+_patched_classes: set[type] = set()  # classes of trainers whose modules count replicas
 
 
 def note_constructed(trainer: Any, patches: Patches, find_split: FindSplit, processes: ProcessAdapter) -> None:
-    """Let a trainer that generates completions count replicas; called at the end of ``Trainer.__init__``.
+    """Let a trainer that generates completions count replicas; do nothing for other trainers.
 
-    TRL's constructors set the seed and read these counts after that call.
+    Called at the end of ``Trainer.__init__``: TRL's constructors set the seed, and read the counts, after that.
+
+    Raises:
+        ConfigError: see `expect_known`, `expect_tried` and `count_replicas`.
     """
-    kind = generating_class(trainer)
-    if kind is None:
+    trainer_class = generating_class(trainer)
+    if trainer_class is None:
         return
     expect_known(trainer)
     expect_tried(trainer)
     count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
-    if kind in _ready:
+    if trainer_class in _patched_classes:
         return
-    _ready.add(kind)
-    patches.on_undo(lambda: _ready.discard(kind))
+    _patched_classes.add(trainer_class)
+    patches.on_undo(lambda: _patched_classes.discard(trainer_class))
     # The trainer's module imported these functions by name, so they are replaced in it.
-    module = sys.modules[kind.__module__]
+    module = sys.modules[trainer_class.__module__]
     for name in ("gather", "gather_object"):
         patches.replace(module, name, processes.gathered_from_replicas)
     patches.replace(module, "set_seed", around(_set_seed, processes))
     patches.replace(module, "unwrap_model_for_generation", around(_unwrap_model_for_generation, find_split))
-    patches.replace(kind, "prediction_step", around(_prediction_step, processes))
+    patches.replace(trainer_class, "prediction_step", around(_prediction_step, processes))
 
 
 @contextlib.contextmanager
 def _unwrap_model_for_generation(
     find_split: FindSplit, stock: Function, model: object, accelerator: Any, *args: object, **kwargs: object
 ) -> Iterator[nn.Module]:
-    """Let the model generate from whole batches, and return the completions of the replica's first rank.
+    """Replace ``unwrap_model_for_generation``: all ranks of a replica get the completions of its first rank.
 
     Caller: every rank of the replica, in every generation.
     Collectives: one `on_all_ranks` over the replica for each call of ``generate``.
@@ -77,7 +82,7 @@ def _unwrap_model_for_generation(
                 return generate(*args, **kwargs).cpu(), torch.get_rng_state()
 
             tokens, random_state = on_all_ranks(draw, split.replica.sp_group)[0]
-            # Whatever is drawn on the CPU after this, such as the order of samples, must be the same on the replica.
+            # Numbers that are drawn on the CPU later, such as the order of samples, must be equal on the replica.
             torch.set_rng_state(random_state)
             return tokens.to(accelerator.device)
 
@@ -89,8 +94,8 @@ def _unwrap_model_for_generation(
 
 
 def expect_tried(trainer: Any) -> None:
-    """Refuse options of a trainer that generates that were not tried. Raises `ConfigError`, which names all of them."""
-    asked = {
+    """Refuse options with which trainers that generate completions were not tried. Raises `ConfigError` with all."""
+    is_requested = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
         "use_liger_kernel": trainer.args.use_liger_kernel,
@@ -100,7 +105,7 @@ def expect_tried(trainer: Any) -> None:
         "a processor of images": trainer._is_vlm,
         "a loss of routers (router_aux_loss_coef=0 leaves it out)": trainer.aux_loss_enabled,
     }
-    refused = [name for name, is_asked in asked.items() if is_asked]
+    refused = [name for name, requested in is_requested.items() if requested]
     if refused:
         raise ConfigError(
             f"{type(trainer).__name__} was not tried on parts of sequences with {', '.join(refused)}. Train without "
@@ -109,13 +114,13 @@ def expect_tried(trainer: Any) -> None:
 
 
 def count_replicas(arguments: Any, num_replicas: int) -> None:
-    """Let the arguments of a trainer that generates count replicas instead of ranks.
+    """Let the arguments of a trainer that generates completions count replicas instead of ranks.
 
     Example: 8 ranks in 2 replicas, per_device_train_batch_size=4 and steps_per_generation=3. TRL counts 8 * 4 * 3 = 96
-    completions a generation; ranks of a replica share theirs, so that there are 2 * 4 * 3 = 24.
+    completions in a generation. But the ranks of a replica have the same completions, so there are 2 * 4 * 3 = 24.
 
     Args:
-        arguments: the trainer's; ``generation_batch_size`` is set to the completions of all replicas in one generation.
+        arguments: of the trainer. ``generation_batch_size`` is set to the number of completions in one generation.
 
     Raises:
         ConfigError: ``num_generations`` does not divide the completions of a generation, or those of an evaluation.
@@ -127,7 +132,7 @@ def count_replicas(arguments: Any, num_replicas: int) -> None:
         raise ConfigError(
             f"num_generations={arguments.num_generations} does not divide the {size} completions of one generation, "
             f"which are per_device_train_batch_size={per_replica} times {num_replicas} replica(s) times "
-            f"steps_per_generation={steps}: ranks that share a sequence count once. Change one of them."
+            f"steps_per_generation={steps}: ranks that share a sequence count once. Change one of these numbers."
         )
     evaluated = arguments.per_device_eval_batch_size * num_replicas
     num_generations = arguments.num_generations_eval or arguments.num_generations
@@ -135,12 +140,12 @@ def count_replicas(arguments: Any, num_replicas: int) -> None:
         raise ConfigError(
             f"num_generations={num_generations} of an evaluation does not divide the {evaluated} completions of a "
             f"batch, which are per_device_eval_batch_size={arguments.per_device_eval_batch_size} times {num_replicas} "
-            "replica(s): ranks that share a sequence count once. Change one of them."
+            "replica(s): ranks that share a sequence count once. Change one of these numbers."
         )
     if size != arguments.generation_batch_size and steps != arguments.gradient_accumulation_steps:
         logger.warning(
-            "generation_batch_size is %d, of %d replica(s), and not %d: ranks that share a sequence count once. "
-            "steps_per_generation=%d is kept; set that one to change it.",
+            "generation_batch_size is %d, for %d replica(s), and not %d: ranks that share a sequence count once. "
+            "steps_per_generation=%d is kept; set it to change generation_batch_size.",
             size,
             num_replicas,
             arguments.generation_batch_size,
@@ -152,7 +157,7 @@ def count_replicas(arguments: Any, num_replicas: int) -> None:
 def _set_seed(
     processes: ProcessAdapter, stock: Function, seed: int, device_specific: bool = False, **kwargs: object
 ) -> None:
-    """Replace ``set_seed``: where each process is to have a seed of its own, each replica gets one."""
+    """Replace ``set_seed``: with ``device_specific``, each replica instead of each process gets another seed."""
     if processes.size_of_accelerate() is None:
         stock(seed, device_specific, **kwargs)
         return
@@ -163,8 +168,11 @@ def _set_seed(
 def _prediction_step(
     processes: ProcessAdapter, stock: Function, trainer: Any, *args: object, **kwargs: object
 ) -> object:
-    """Replace ``prediction_step``, which generates completions and divides losses by the number of processes."""
-    if wanted_results() is None:  # no sharded call: the ranks are processes to it
+    """Replace ``prediction_step``, which generates completions and divides losses by the number of processes.
+
+    In sharded calls it counts replicas as processes.
+    """
+    if wanted_results() is None:
         return stock(trainer, *args, **kwargs)
     with processes.one_process_per_replica():
         return stock(trainer, *args, **kwargs)

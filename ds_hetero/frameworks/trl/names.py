@@ -1,17 +1,17 @@
-"""Private names of TRL that ds_hetero builds on, and the releases that have them; checked where a trainer is TRL's."""
+"""Private names of TRL that ds_hetero uses, and the releases that have them; checked for trainers of TRL only."""
 
 from __future__ import annotations
 
 PACKAGE = "trl"
-WORKS = ">=1.16,<2"
-WORKS_BY_TOKENS = ">=0.29,<2"
-"""Releases whose trainers that take a mean over tokens work, which need none of the names."""
+WORKS = ">=1.16"
+WORKS_BY_TOKENS = ">=0.29"
+"""Releases for trainers whose loss is a mean over tokens. These trainers need none of the names."""
 
 SHORTER_OUTPUTS = ("FusedCausalLMOutput",)
-"""Outputs whose results of tokens say of each token what it says of the next one: a column less than the batch."""
+"""Classes of outputs with one result for each next token, and so with one column less than the batch."""
 
-OF_COMPLETIONS = ("gather", "gather_object", "set_seed", "unwrap_model_for_generation")
-"""Names in the modules of trainers that generate."""
+COMPLETION_FUNCTIONS = ("gather", "gather_object", "set_seed", "unwrap_model_for_generation")
+"""Functions in the modules of trainers that generate completions; they are replaced."""
 
 PRIVATE_NAMES = ("trl.trainer.utils:add_fused_lm_head", *(f"trl.trainer.utils:{name}" for name in SHORTER_OUTPUTS))
 ATTRIBUTES = (
@@ -20,4 +20,4 @@ ATTRIBUTES = (
     "trl.trainer.sft_trainer:SFTTrainer._metrics",
     "trl.trainer.sft_trainer:SFTTrainer._total_train_tokens",
 )
-"""Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""
+"""Private attributes that objects get at run time, with the class whose source sets them; tests check these sources."""

@@ -1,15 +1,15 @@
-"""State of TRL's trainers that no checkpoint has, for jobs that go on after a lost node."""
+"""Save and restore the state of TRL's trainers that is in no checkpoint, for jobs that go on after a lost node."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.trl.known_trainers import OF_TOKENS, class_name
+from ds_hetero.frameworks.trl.known_trainers import TOKEN_TRAINERS, class_name
 
 
 def running_state(trainer: Any) -> dict[str, Any]:
-    """Return the sums for logs, which TRL writes into no checkpoint; nothing for a trainer that is not TRL's.
+    """Return the sums that TRL logs and writes into no checkpoint; an empty dict for a trainer that is not TRL's.
 
     Raises:
         ConfigError: the trainer has more state than these sums, such as generated completions.
@@ -17,11 +17,11 @@ def running_state(trainer: Any) -> dict[str, Any]:
     name = class_name(trainer)
     if name is None:
         return {}
-    if name not in OF_TOKENS:
+    if name not in TOKEN_TRAINERS:
         raise ConfigError(
-            f"TRL's {name} cannot be kept by an elastic job yet: no save has the completions that it generates, or the "
-            f"model that it compares with. Of TRL's trainers {', '.join(sorted(OF_TOKENS))} resumes exactly; start "
-            "this one without --elastic."
+            f"TRL's {name} cannot be kept by an elastic job yet, because a save contains neither the completions that "
+            "it generates nor the model that it compares with. Of TRL's trainers, "
+            f"{', '.join(sorted(TOKEN_TRAINERS))} resumes exactly. Start this one without --elastic."
         )
     metrics = {}  # by "train" and "eval": the values since the latest log, by their names
     for mode, values_by_name in trainer._metrics.items():
@@ -30,11 +30,11 @@ def running_state(trainer: Any) -> dict[str, Any]:
 
 
 def set_running_state(trainer: Any, state: dict[str, Any]) -> None:
-    """Put back what `running_state` returned."""
+    """Restore the state that `running_state` returned."""
     if not state:
         return
     trainer._total_train_tokens = state["tokens"]
     for mode, values_by_name in state["metrics"].items():
-        # TRL's dictionaries stay: they are defaultdicts, which begin a list for every new name.
+        # Keep TRL's dictionaries, which are defaultdicts: they begin a list for every new name.
         trainer._metrics[mode].clear()
         trainer._metrics[mode].update(values_by_name)

@@ -1,7 +1,8 @@
-"""The search for a placement: from lengths and costs to units and tokens of every document.
+"""Search a placement of documents: choose among a few candidates by their predicted time.
 
-A few candidates are judged by their predicted time. They differ in how much more than the ideal time a unit or a node
-may take before a document is cut: slow networks get unequal nodes rather than crossings, fast ones the reverse.
+The candidates differ in how much more than the ideal time a unit or a node may take before a document is cut. Over slow
+links it is better to let nodes end at different times than to cut documents over them; over fast links it is better to
+cut.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from ds_hetero.planner.document_search.simple_placements import (
     over_one_node,
     over_one_node_at_least_s,
     over_one_node_s,
+    place_whole,
     split_evenly_at_least_s,
     split_evenly_over_all,
-    whole,
 )
-from ds_hetero.planner.document_search.two_level import GOOD, Effort, node_bins, two_level
+from ds_hetero.planner.document_search.two_level import GOOD_ENOUGH, Effort, node_bins, two_level
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
 
 # From tight budgets to wide ones. Chosen, never measured alone; `python -m benchmarks.documents plan` says how far
 # the best of them is from the ideal.
-EFFORTS = (
+EFFORTS = (  # (slack of a unit's budget, slack of a node's budget)
     Effort(0.0, 0.0),
     Effort(0.02, 0.02),
     Effort(0.0, 0.06),
@@ -37,73 +38,92 @@ EFFORTS = (
     Effort(0.02, 0.9),
     Effort(0.08, 3.0),
 )
-# Computing of the slowest unit over the ideal time, within which no further candidate is made. Chosen, never measured.
+# Ratio of the slowest unit's computing to the ideal time up to which a placement counts as balanced. Chosen, never
+# measured.
 BALANCED = 1.04
-# Units and documents, times candidates. Chosen so that planning takes milliseconds: 1,000 documents take 4.0 to 5.4
-# ms on 64 ranks and 28 to 45 ms on 1,024 (`python -m benchmarks.documents plan`).
-MOST_WORK = 3072
+# Limit on (units + documents) times candidates, and on units times documents of a placement that cuts all of them.
+# Chosen so that planning takes milliseconds: 1,000 documents take 4.0 to 5.4 ms on 64 ranks and 28 to 45 ms on 1,024
+# (`python -m benchmarks.documents plan`).
+MAX_WORK = 3072
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedLengths:
-    """Where the documents of a batch row go."""
+    """A placement of the documents of a batch row, and its loads."""
 
     pieces: list[Pieces]  # units of every document, with their tokens
-    padding: list[int]  # tokens outside every document that every unit takes
-    loads: Loads  # what units and nodes do, padding included
+    padding: list[int]  # tokens outside every document, by unit
+    loads: Loads  # loads of the units, padding included
 
     @property
     def predicted_s(self) -> float:
-        """Time of the block."""
+        """Predicted time of a layer."""
         return self.loads.predicted_s
 
     @property
-    def members(self) -> int:
-        """Units of documents that are cut, in all."""
+    def num_fragments(self) -> int:
+        """Number of fragments of all documents that are cut."""
         return sum(len(ring) for ring in self.pieces if len(ring) > 1)
 
 
 def place_lengths(
     lengths: Sequence[int], costs: UnitCosts, *, padding: int = 0, min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS
 ) -> PlacedLengths:
-    """Place documents of these lengths, wherever they lie in a row. Raises `BatchError`: too little memory.
+    """Choose the placement of documents of these lengths.
 
-    Among candidates within 2 % of the fastest, those that balance computing within 4 % if there are any, the one with
-    the fewest fragments wins, and of several the fastest: every cut makes its units wait for one another where one is
-    slower than planned.
+    Candidates of the two-level partitioner are made until one is within 2 % of the ideal time (`GOOD_ENOUGH`). Simple
+    placements that are predicted to be faster than all of them join them. Of those within 2 % of the fastest, a
+    balanced one is preferred (see `BALANCED`), then the one with the fewest fragments, then the fastest. Fragments are
+    avoided because the units of a document that is cut wait for each other if one of them is slower than predicted.
 
     Args:
+        padding: tokens of the row outside every document.
         min_cut_tokens: shorter documents are not cut.
+
+    Raises:
+        BatchError: the units have too little memory.
     """
     if not lengths:
         return with_padding([], [], costs, padding)
     bound_s = ideal_s(lengths, costs, padding)
-    placed: list[PlacedLengths] = []
+    candidates: list[PlacedLengths] = []
     for pieces in _candidates(lengths, costs, bound_s, max(min_cut_tokens // 2, 1)):
-        placed.append(with_padding(lengths, pieces, costs, padding))
-        if placed[-1].predicted_s <= GOOD * bound_s:
+        candidate = with_padding(lengths, pieces, costs, padding)
+        candidates.append(candidate)
+        if candidate.predicted_s <= GOOD_ENOUGH * bound_s:
             break
-    if not placed:
-        placed.append(with_padding(lengths, _where_memory_is(lengths, costs), costs, padding))
-    fastest_s = min(each.predicted_s for each in placed)
+    if not candidates:
+        candidates.append(with_padding(lengths, _where_memory_allows(lengths, costs), costs, padding))
+    fastest_s = min(candidate.predicted_s for candidate in candidates)
     baselines = [
         with_padding(lengths, pieces, costs, padding) for pieces in _faster_baselines(lengths, costs, fastest_s)
     ]
-    limit_s = min([GOOD * fastest_s, *(each.predicted_s for each in baselines)])
-    close = (each for each in (*placed, *baselines) if each.predicted_s <= limit_s)
-    return min(close, key=lambda each: (each.loads.compute_s > BALANCED * bound_s, each.members, each.predicted_s))
+    limit_s = min([GOOD_ENOUGH * fastest_s, *(baseline.predicted_s for baseline in baselines)])
+    near_best = [candidate for candidate in (*candidates, *baselines) if candidate.predicted_s <= limit_s]
+
+    def preference(candidate: PlacedLengths) -> tuple[bool, int, float]:
+        """Sort key: the smallest is preferred."""
+        is_unbalanced = candidate.loads.compute_s > BALANCED * bound_s
+        return is_unbalanced, candidate.num_fragments, candidate.predicted_s
+
+    return min(near_best, key=preference)
 
 
 def place_everywhere(lengths: Sequence[int], costs: UnitCosts, length: int) -> PlacedLengths:
-    """Every document over all units, in a row of ``length`` tokens."""
+    """Return the placement in which every document is cut over all units, in a row of ``length`` tokens."""
     return with_padding(lengths, over_all_units(lengths, costs), costs, length - sum(lengths))
 
 
 def _candidates(lengths: Sequence[int], costs: UnitCosts, bound_s: float, least_tokens: int) -> Iterator[list[Pieces]]:
-    """Placements of the two-level partitioner, those of least effort first."""
+    """Yield placements of the two-level partitioner, in the order of `EFFORTS`; efforts that do not fit are left out.
+
+    Args:
+        bound_s: ideal time.
+        least_tokens: fragments are at least this long where possible.
+    """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
-    most = max(1, MOST_WORK // (len(lengths) + len(costs.token_s)))
-    for effort in EFFORTS[:most]:
+    num_candidates = max(1, MAX_WORK // (len(lengths) + len(costs.token_s)))
+    for effort in EFFORTS[:num_candidates]:
         if effort.node_slack > effort.unit_slack and costs.num_nodes == 1:
             continue
         pieces = two_level(lengths, order, costs, bound_s, effort, least_tokens)
@@ -112,47 +132,55 @@ def _candidates(lengths: Sequence[int], costs: UnitCosts, bound_s: float, least_
 
 
 def _faster_baselines(lengths: Sequence[int], costs: UnitCosts, limit_s: float) -> Iterator[list[Pieces]]:
-    """The simple placements that are predicted to take less than ``limit_s``."""
+    """Yield the simple placements that are predicted to take less than ``limit_s``."""
     if over_all_units_s(lengths, costs) < limit_s:
         yield over_all_units(lengths, costs)
     if costs.num_nodes > 1 and over_one_node_at_least_s(lengths, costs) < limit_s:
         predicted_s, by_node = over_one_node_s(lengths, node_bins(costs), costs)
         if predicted_s < limit_s:
             yield over_one_node(lengths, by_node, costs)
-    whole_s, pieces = whole(lengths, costs)
-    if whole_s < limit_s:
-        yield pieces
-    if split_evenly_at_least_s(lengths, costs) < limit_s and len(lengths) * len(costs.token_s) <= MOST_WORK:
-        pieces = split_evenly_over_all(lengths, costs)
-        loads = loads_of(lengths, pieces, costs)
+    uncut_s, uncut_pieces = place_whole(lengths, costs)
+    if uncut_s < limit_s:
+        yield uncut_pieces
+    if split_evenly_at_least_s(lengths, costs) < limit_s and len(lengths) * len(costs.token_s) <= MAX_WORK:
+        even_pieces = split_evenly_over_all(lengths, costs)
+        loads = loads_of(lengths, even_pieces, costs)
         if loads.fits(costs) and loads.predicted_s < limit_s:
-            yield pieces
+            yield even_pieces
 
 
-def _where_memory_is(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
-    """Every document over all units that have room for some of it: what remains if nothing else fits."""
+def _where_memory_allows(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    """Cut every document over all units with free memory; used if no other placement fits.
+
+    Raises:
+        BatchError: a document does not fit even over all units with free memory.
+    """
     bins = Bins(list(costs.token_s), list(costs.square_s), list(costs.most_tokens))
-    placed = []
+    pieces_by_document = []
     for length in lengths:
         pieces = bins.fill(range(len(costs.token_s)), length, length)
         if pieces is None:
             raise BatchError(
-                f"a document of {length:,} tokens does not fit beside the others: units have room for "
-                f"{', '.join(f'{room:,}' for room in bins.room)} tokens. Use shorter rows, more ranks, or "
+                f"a document of {length:,} tokens does not fit next to the others: the groups of ranks have room for "
+                f"{', '.join(f'{room:,}' for room in bins.room)} more tokens. Use shorter rows, more ranks, or "
                 "activation checkpointing."
             )
-        placed.append(pieces)
-    return placed
+        pieces_by_document.append(pieces)
+    return pieces_by_document
 
 
 def with_padding(lengths: Sequence[int], pieces: list[Pieces], costs: UnitCosts, padding: int) -> PlacedLengths:
-    """A placement of documents in ``pieces`` with ``padding`` tokens on the units that would end first."""
+    """Make a placement from the pieces of documents, with ``padding`` tokens on the units that would end first.
+
+    Args:
+        pieces: units of every document with their tokens.
+    """
     loads = loads_of(lengths, pieces, costs)
-    shares = [0] * len(costs.token_s)
+    padding_by_unit = [0] * len(costs.token_s)
     if padding:
-        room = [most - held for most, held in zip(costs.most_tokens, loads.tokens, strict=True)]
-        filled = water_fill(loads.units_s, costs.token_s, room, padding)
-        assert filled is not None, (padding, room)  # the row fits into all units together
-        shares = filled
-        loads = loads.with_padding(shares, costs)
-    return PlacedLengths(pieces, shares, loads)
+        room = [limit - tokens for limit, tokens in zip(costs.most_tokens, loads.tokens, strict=True)]
+        shares = water_fill(loads.units_s, costs.token_s, room, padding)
+        assert shares is not None, (padding, room)  # the row fits into all units together
+        padding_by_unit = shares
+        loads = loads.with_padding(padding_by_unit, costs)
+    return PlacedLengths(pieces, padding_by_unit, loads)

@@ -1,14 +1,22 @@
-"""Remapping: from the tokens that attention wants on every unit to those that linear layers want, and back.
+"""Remapping: move tokens between attention and linear layers, so that units have the best number of tokens for each.
 
-Zeppelin (EuroSys 2026, section 3.4, Eq. 2) asks for the transfers M >= 0 that make the largest sending cost of a unit,
-the largest row sum of T * M, as small as possible, and gives that program to a solver. T has two values here, inside a
-node and between nodes, so that bisection on the cost solves it exactly: a node matches as much of its own surplus and
-deficit as it can, and at cost c unit i must send at least (T_out * surplus_i - c) / (T_out - T_in) of its surplus
-inside. Linear layers want tokens in proportion to their speed, where the paper wants equal numbers.
+Linear layers are here all of a layer except attention. Attention is balanced by documents; linear layers are balanced
+if every unit has tokens in proportion to its speed (Zeppelin: equally many). So tokens move to other units before the
+linear layers and back after them.
 
-A block whose tokens move waits twice: its linear layers are as slow as their slowest unit, and so is its attention.
-Without, a unit that has much of the one has little of the other, and only sums have to be balanced. So moving pays
-where whole documents, memory or a published planner leave the sums uneven.
+Zeppelin (EuroSys 2026, section 3.4, Eq. 2) looks for transfers M >= 0 with the smallest maximum over units of the
+sending cost, which is a row sum of T * M for seconds T per token, and gives this linear program to a solver. Here T has
+two values, inside a node and between nodes, so bisection on the cost solves it exactly. A node sends inside it as much
+as its surplus and its deficit allow. For a cost of c seconds, unit i must send at least
+
+    (T_out * surplus_i - c) / (T_out - T_in)
+
+tokens of its surplus inside its node. Example: a unit with 100 tokens too many, 1 ms per token inside the node and 10
+ms to other nodes. To end within 550 ms it must send (1000 - 550) / 9 = 50 tokens inside; the other 50 take 500 ms.
+
+With moves, all units wait twice: the slowest one decides in the linear layers, and again in attention. Without moves
+only the sums have to be balanced: a unit with more attention can have less of the linear layers. So moving pays only if
+uncut documents, memory or a published planner leave the sums uneven.
 """
 
 from __future__ import annotations
@@ -26,237 +34,273 @@ from ds_hetero.planner.document_search.unit_costs import UnitCosts, members_by_n
 from ds_hetero.values.placement import Placement, TokenMove
 from ds_hetero.values.splits import share
 
-BISECTIONS = 60  # of a time, to the last bits of a number
-ROUNDING = 1 + 1e-12  # a time that is longer by less is the same
-# Share of the predicted time that is left with moves, at most: they are four more exchanges a block, and predictions
-# have been 10 % off. Chosen, never measured.
-WORTH_MOVING = 0.9
-LEAST_S = 1e-6  # of a token outside attention, where only attention counts; chosen, never measured
+BISECTIONS = 60  # steps, down to the last bits of a time
+ROUNDING = 1 + 1e-12  # ratio of times that counts as rounding
+# Tokens are moved only if the step then takes at most this share of its predicted time without moves: moves are four
+# more exchanges in a layer, and predictions have been 10 % off. Chosen, never measured.
+MAX_MOVING_RATIO = 0.9
+# Least cost of a token where only attention counts, as a share of ``token_s``, since costs must be > 0. Chosen, never
+# measured.
+LEAST_TOKEN_S_SHARE = 1e-6
 
 
 class TokenTransfer(NamedTuple):
-    """Tokens that one unit sends to another before the linear modules, and gets back after them."""
+    """Tokens that one unit, or rank, sends to another one before the linear layers, and gets back after them."""
 
-    sender: int
-    receiver: int
-    tokens: int
+    sender: int  # unit that computes attention of the tokens
+    receiver: int  # unit that computes their linear layers
+    tokens: int  # number of tokens
 
 
 class Remapped(NamedTuple):
-    """A placement of documents for attention, and other tokens outside."""
+    """A placement of documents for attention, and other numbers of tokens for linear layers."""
 
-    placed: PlacedLengths  # for attention
-    held: tuple[int, ...]  # tokens of every unit outside attention
-    loads: Loads  # of both, with the moves
+    placed: PlacedLengths  # placement for attention
+    linear_tokens: tuple[int, ...]  # tokens in linear layers, ``[unit]``
+    loads: Loads  # loads of attention and linear layers, and the time of the moves
 
     @property
     def predicted_s(self) -> float:
-        """Time of the block."""
+        """Predicted time of the layer."""
         return self.loads.predicted_s
 
 
 def place_remapped(
     lengths: Sequence[int], best: PlacedLengths, costs: UnitCosts, *, padding: int, min_cut_tokens: int
 ) -> Remapped:
-    """The faster of ``best`` and one of attention alone with moved tokens. Raises `BatchError`: no memory."""
-    # Attention alone: a token costs what goes with its attention, and nothing outside it.
-    token_s = map(max, costs.edges_s, [LEAST_S * seconds for seconds in costs.token_s])
+    """Return the faster of two placements with moved tokens: ``best``, and one that balances attention alone.
+
+    Args:
+        best: a placement that balances the sum of attention and linear layers.
+        padding: tokens of the row outside every document.
+        min_cut_tokens: shorter documents are not cut.
+
+    Raises:
+        BatchError: the units have too little memory.
+    """
+    # Costs of attention alone: of a token's cost only the part that attention causes.
+    token_s = map(max, costs.edges_s, [LEAST_TOKEN_S_SHARE * seconds for seconds in costs.token_s])
     attention_costs = replace(costs, token_s=tuple(token_s), edge_s=())
-    alone = place_lengths(lengths, attention_costs, padding=padding, min_cut_tokens=min_cut_tokens)
-    loads = loads_of(lengths, alone.pieces, costs).with_padding(alone.padding, costs)
-    options = remapped(best, costs), remapped(replace(alone, loads=loads), costs)
+    balanced = place_lengths(lengths, attention_costs, padding=padding, min_cut_tokens=min_cut_tokens)
+    loads = loads_of(lengths, balanced.pieces, costs).with_padding(balanced.padding, costs)
+    options = remapped(best, costs), remapped(replace(balanced, loads=loads), costs)
     return min(options, key=lambda option: option.predicted_s)
 
 
 def remapped(placed: PlacedLengths, costs: UnitCosts) -> Remapped:
-    """The same attention, with tokens moved so that linear layers take equal time on all units, if memory allows."""
-    attended = placed.loads.tokens
-    held = even_tokens(sum(attended), costs)
-    transfers = remap(attended, held, costs.node, costs)
-    return Remapped(placed, held, moved_loads(placed.loads, held, transfers, costs))
+    """Return ``placed`` with tokens moved so that linear layers take equal time on all units, if memory allows."""
+    attention_tokens = placed.loads.tokens
+    linear_tokens = even_tokens(sum(attention_tokens), costs)
+    transfers = remap(attention_tokens, linear_tokens, costs.node, costs)
+    return Remapped(placed, linear_tokens, moved_loads(placed.loads, linear_tokens, transfers, costs))
 
 
 def least_remapped_s(lengths: Sequence[int], costs: UnitCosts, padding: int) -> float:
-    """The bound of placements with moves: linear layers and attention perfectly even, moving free."""
+    """Return a lower bound of placements with moves: linear layers and attention perfectly balanced, moves free."""
     tokens, squares = sum(lengths) + padding, sum(map(mul, lengths, lengths))
     tokens_per_s = sum(1 / seconds for seconds in costs.linear_s)
     squares_per_s = sum(1 / seconds for seconds in costs.square_s)
     return float(tokens / tokens_per_s + squares / squares_per_s)
 
 
-def moved_loads(loads: Loads, held: Sequence[int], transfers: Iterable[TokenTransfer], costs: UnitCosts) -> Loads:
-    """The loads of a block whose units hold other tokens outside attention.
+def moved_loads(
+    loads: Loads, linear_tokens: Sequence[int], transfers: Iterable[TokenTransfer], costs: UnitCosts
+) -> Loads:
+    """Return the loads of a layer after tokens are moved.
 
     Args:
-        loads: where every token is held by the unit that attends to it.
-        transfers: between units, from attention.
+        loads: loads without moves.
+        linear_tokens: tokens in linear layers, ``[unit]``.
+        transfers: between units, from attention to linear layers.
     """
-    attended = zip(loads.attention_s, loads.tokens, costs.edges_s, strict=True)
+    units = zip(loads.attention_s, loads.tokens, costs.edges_s, strict=True)
     return replace(
         loads,
-        tokens=tuple(held),
-        linear_s=tuple(count * s for count, s in zip(held, costs.linear_s, strict=True)),
-        attention_s=tuple(s + count * edge_s for s, count, edge_s in attended),
+        tokens=tuple(linear_tokens),
+        linear_s=tuple(count * s for count, s in zip(linear_tokens, costs.linear_s, strict=True)),
+        attention_s=tuple(attention_s + count * edge_s for attention_s, count, edge_s in units),
         moved_s=_moved_s(transfers, costs),
     )
 
 
 def _moved_s(transfers: Iterable[TokenTransfer], costs: UnitCosts) -> float:
-    """Time of the all-to-alls of a block: queries, keys and values there, outputs back, and their gradients.
+    """Return the time to move tokens in a layer: send queries, keys, values, return outputs; likewise for gradients.
 
-    As long as the unit that sends or receives for the longest, or the interfaces of a node.
+    The longest time decides: that of a unit to send or to receive, or that of a node's NICs.
     """
     between_s = costs.link_s or costs.cross_s
-    by_unit: Counter[tuple[int, bool]] = Counter()  # seconds, of a unit, sending or receiving
-    by_node: Counter[tuple[int, bool]] = Counter()
+    unit_s: Counter[tuple[int, bool]] = Counter()  # by unit, and True for sending or False for receiving
+    node_s: Counter[tuple[int, bool]] = Counter()  # by node, and True for sending or False for receiving
     for sender, receiver, tokens in transfers:
         source, target = costs.node[sender], costs.node[receiver]
         token_s = costs.receive_s[source] if source == target else max(between_s[source], between_s[target])
-        for unit, node, sends in ((sender, source, True), (receiver, target, False)):
-            by_unit[unit, sends] += tokens * token_s  # type: ignore[assignment]
-            by_node[node, sends] += tokens * costs.cross_s[node] * (source != target)  # type: ignore[assignment]
-    return max((*by_unit.values(), *by_node.values()), default=0) * costs.exchange_per_receive
+        for unit, node, is_sending in ((sender, source, True), (receiver, target, False)):
+            unit_s[unit, is_sending] += tokens * token_s  # type: ignore[assignment]
+            node_s[node, is_sending] += tokens * costs.cross_s[node] * (source != target)  # type: ignore[assignment]
+    return max((*unit_s.values(), *node_s.values()), default=0) * costs.exchange_per_receive
 
 
-def with_held_tokens(placement: Placement, held: Sequence[int], costs: UnitCosts) -> Placement:
-    """The same attention; outside it units hold ``held`` tokens, shared by their ranks' weights."""
+def with_linear_tokens(placement: Placement, linear_tokens: Sequence[int], costs: UnitCosts) -> Placement:
+    """Return the placement with moves after which units have ``linear_tokens``, shared over their ranks by weights."""
     schedule = placement.schedule
     node_of_rank: dict[int, int] = {}
     for group, node in zip(schedule.ring_groups, costs.node, strict=True):
         node_of_rank.update(dict.fromkeys(group.ranks, node))
     nodes = [node_of_rank[rank] for rank in schedule.ranks]
-    transfers = remap(placement.rank_tokens, rank_tokens(schedule, held), nodes, costs)
-    tokens: Counter[tuple[int, int]] = Counter()  # of a sender and a receiver
+    # Transfers here are between ranks, as indices into `Schedule.ranks`.
+    transfers = remap(placement.rank_tokens, rank_tokens(schedule, linear_tokens), nodes, costs)
+    tokens_by_pair: Counter[tuple[int, int]] = Counter()  # by sender and receiver
     for sender, receiver, count in transfers:
-        tokens[schedule.ranks[sender], schedule.ranks[receiver]] += count
-    return placement.with_moves([TokenMove(*ranks, count) for ranks, count in tokens.items()])
+        tokens_by_pair[schedule.ranks[sender], schedule.ranks[receiver]] += count
+    return placement.with_moves([TokenMove(*ranks, count) for ranks, count in tokens_by_pair.items()])
 
 
 def loads_with_moves(loads: Loads, placement: Placement, costs: UnitCosts) -> Loads:
-    """The loads of a placement with its moves. ``loads``: of ``placement.in_attention``."""
+    """Return the loads of a placement with its moves, from those of ``placement.in_attention``."""
     unit_of: dict[int, int] = {}
     for unit, group in enumerate(placement.schedule.ring_groups):
         unit_of.update(dict.fromkeys(group.ranks, unit))
-    transfers = [TokenTransfer(unit_of[move.attends], unit_of[move.holds], move.tokens) for move in placement.moves]
-    held = [placement.group_tokens(unit) for unit in range(len(costs.token_s))]
-    return moved_loads(loads, held, transfers, costs)
+    transfers = [
+        TokenTransfer(unit_of[move.attention_rank], unit_of[move.holder], move.tokens) for move in placement.moves
+    ]
+    linear_tokens = [placement.group_tokens(unit) for unit in range(len(costs.token_s))]
+    return moved_loads(loads, linear_tokens, transfers, costs)
 
 
 def remap(have: Sequence[int], want: Sequence[int], node: Sequence[int], costs: UnitCosts) -> list[TokenTransfer]:
-    """Transfers from ``have`` to ``want`` tokens, of equal sums; every unit keeps ``min(have, want)`` tokens.
+    """Return transfers after which units that have ``have`` tokens have ``want`` tokens; the sums of both are equal.
 
-    On two nodes (A, B) and (C, D) that have 10, 0, 6 and 0 tokens and want 4 each, A has 6 too many and C 2. Inside
-    their nodes A sends 4 to B and C 2 to D; then A sends the other 2 to D.
+    Only units with too many tokens send. Example: units A and B of one node, C and D of another have 10, 0, 6 and 0
+    tokens and want 4 each. A has 6 too many, C has 2. Inside the nodes A sends 4 to B, and C sends 2 to D; then A sends
+    2 to D.
+
+    Args:
+        have: tokens in attention, by unit.
+        want: tokens in linear layers, by unit.
+        node: node of every unit.
     """
     assert sum(have) == sum(want), (have, want)
-    surplus = [a - b for a, b in zip(have, want, strict=True)]
-    _, sends = least_remap_s(surplus, node, *link_s(costs))
-    by_node = members_by_node(tuple(node))
-    # Whole tokens that every unit sends inside its node, in proportion to what the program says.
+    surplus = [attention - linear for attention, linear in zip(have, want, strict=True)]
+    _, ideal_sends_inside = least_remap_s(surplus, node, *link_s(costs))
+    units_by_node = members_by_node(tuple(node))
+    # Whole tokens that every unit sends inside its node, in proportion to the solution.
     sends_inside = [0] * len(have)
-    for tokens_matched, members in zip(map(round, _matched(surplus, node)), by_node, strict=True):
-        if not tokens_matched:
+    for tokens_inside, units in zip(map(round, _tokens_inside(surplus, node)), units_by_node, strict=True):
+        if not tokens_inside:
             continue
-        shares = share(tokens_matched, [sends[index] for index in members])
-        for index, tokens in zip(members, shares, strict=True):
-            sends_inside[index] = min(tokens, max(surplus[index], 0))
-    lacks = [max(-extra, 0) for extra in surplus]
+        shares = share(tokens_inside, [ideal_sends_inside[unit] for unit in units])
+        for unit, tokens in zip(units, shares, strict=True):
+            sends_inside[unit] = min(tokens, max(surplus[unit], 0))
+    deficit = [max(-extra, 0) for extra in surplus]
     transfers: list[TokenTransfer] = []
-    for members in by_node:
-        transfers += _match([(index, sends_inside[index]) for index in members], members, lacks)
-    rest = [max(extra, 0) - sent for extra, sent in zip(surplus, sends_inside, strict=True)]
-    return [*transfers, *_match(enumerate(rest), range(len(have)), lacks)]
+    for units in units_by_node:
+        transfers += _match([(unit, sends_inside[unit]) for unit in units], units, deficit)
+    sends_outside = [max(extra, 0) - tokens for extra, tokens in zip(surplus, sends_inside, strict=True)]
+    return [*transfers, *_match(enumerate(sends_outside), range(len(have)), deficit)]
 
 
 def least_remap_s(
     surplus: Sequence[float], node: Sequence[int], inside_s: float, between_s: float
 ) -> tuple[float, list[float]]:
-    """The least possible cost of the unit that sends the most, and how much every unit sends inside its node.
+    """Return the smallest possible time of the slowest sender, and the tokens that every unit sends inside its node.
 
     Args:
-        surplus: tokens that a unit has too many; negative where it has too few; they sum to 0.
+        surplus: tokens of a unit beyond those that it wants, negative if it has too few; their sum is 0.
+        node: node of every unit.
         inside_s: seconds to send a token inside a node, less than ``between_s``.
         between_s: seconds to send a token to another node.
     """
     gives = [max(extra, 0.0) for extra in surplus]
-    matched = _matched(surplus, node)
+    tokens_inside = _tokens_inside(surplus, node)
     low_s, high_s = 0.0, max(gives, default=0.0) * between_s
     for _ in range(BISECTIONS):
-        cost_s = (low_s + high_s) / 2
-        fits = _fits(gives, node, matched, inside_s, between_s, cost_s)
-        low_s, high_s = (low_s, cost_s) if fits else (cost_s, high_s)
-    sends = [_must_send(extra, inside_s, between_s, high_s) for extra in gives]
-    left = list(matched)
-    for tokens, where in zip(sends, node, strict=True):
-        left[where] -= tokens
-    for i, where in enumerate(node):  # what the node can match beyond that, from any unit that has some
-        more = max(min(left[where], gives[i] - sends[i]), 0.0)
-        sends[i] += more
-        left[where] -= more
-    return high_s, sends
+        limit_s = (low_s + high_s) / 2
+        is_possible = _is_possible(gives, node, tokens_inside, inside_s, between_s, limit_s)
+        low_s, high_s = (low_s, limit_s) if is_possible else (limit_s, high_s)
+    sends_inside = [_must_send_inside(extra, inside_s, between_s, high_s) for extra in gives]
+    # Nodes send as much as they can inside: what the units need not send for their own sake comes from any of them.
+    tokens_left = list(tokens_inside)
+    for tokens, unit_node in zip(sends_inside, node, strict=True):
+        tokens_left[unit_node] -= tokens
+    for unit, unit_node in enumerate(node):
+        more = max(min(tokens_left[unit_node], gives[unit] - sends_inside[unit]), 0.0)
+        sends_inside[unit] += more
+        tokens_left[unit_node] -= more
+    return high_s, sends_inside
 
 
 def even_tokens(tokens: int, costs: UnitCosts) -> tuple[int, ...]:
-    """Tokens in proportion to the speed of linear layers, as far as memory allows."""
-    full: dict[int, int] = {}
+    """Share tokens over units in proportion to the speed of their linear layers, as far as memory allows."""
+    tokens_of_full: dict[int, int] = {}  # units whose memory is full, with their tokens
     while True:
-        speeds = [0.0 if unit in full else 1 / s for unit, s in enumerate(costs.linear_s)]
-        even = share(tokens - sum(full.values()), speeds)
-        over = {unit: most for unit, most in enumerate(costs.most_tokens) if even[unit] > most}
-        full |= over
-        if not over or len(full) == len(speeds):
-            return tuple(full.get(unit, count) for unit, count in enumerate(even))
+        speeds = [0.0 if unit in tokens_of_full else 1 / s for unit, s in enumerate(costs.linear_s)]
+        shares = share(tokens - sum(tokens_of_full.values()), speeds)
+        newly_full = {unit: limit for unit, limit in enumerate(costs.most_tokens) if shares[unit] > limit}
+        tokens_of_full |= newly_full
+        if not newly_full or len(tokens_of_full) == len(speeds):
+            return tuple(tokens_of_full.get(unit, count) for unit, count in enumerate(shares))
 
 
 def link_s(costs: UnitCosts) -> tuple[float, float]:
-    """Seconds to send a token inside a node and from node to node, on the slowest link of each kind."""
+    """Return the seconds to send a token inside a node and from node to node, over the slowest link of each kind."""
     inside_s = max(costs.receive_s)
+    # The second is always larger than the first, and > 0, since `_must_send_inside` divides by the difference.
     return inside_s, max(max(costs.cross_s), inside_s * (1 + 1e-9), 1e-30)
 
 
-def _matched(surplus: Sequence[float], node: Sequence[int]) -> list[float]:
-    """Tokens that every node can send from unit to unit inside it."""
-    gives, lacks = [0.0] * (max(node) + 1), [0.0] * (max(node) + 1)
-    for extra, where in zip(surplus, node, strict=True):
+def _tokens_inside(surplus: Sequence[float], node: Sequence[int]) -> list[float]:
+    """Return by node the tokens that can be sent inside it: the smaller one of its surplus and its deficit."""
+    gives, deficit = [0.0] * (max(node) + 1), [0.0] * (max(node) + 1)
+    for extra, unit_node in zip(surplus, node, strict=True):
         if extra > 0:
-            gives[where] += extra
+            gives[unit_node] += extra
         else:
-            lacks[where] -= extra
-    return [min(pair) for pair in zip(gives, lacks, strict=True)]
+            deficit[unit_node] -= extra
+    return [min(pair) for pair in zip(gives, deficit, strict=True)]
 
 
-def _must_send(surplus: float, inside_s: float, between_s: float, cost_s: float) -> float:
-    """The least that a unit sends inside its node if its cost is to be at most ``cost_s``."""
-    return min(max((between_s * surplus - cost_s) / (between_s - inside_s), 0.0), surplus)
+def _must_send_inside(surplus: float, inside_s: float, between_s: float, limit_s: float) -> float:
+    """Return the fewest tokens of ``surplus`` that a unit has to send inside its node to end within ``limit_s``."""
+    return min(max((between_s * surplus - limit_s) / (between_s - inside_s), 0.0), surplus)
 
 
-def _fits(
+def _is_possible(
     gives: Sequence[float],
     node: Sequence[int],
-    matched: Sequence[float],
+    tokens_inside: Sequence[float],
     inside_s: float,
     between_s: float,
-    cost_s: float,
+    limit_s: float,
 ) -> bool:
-    """Whether no unit needs more than ``cost_s``."""
-    needed = [0.0] * len(matched)
-    for surplus, where in zip(gives, node, strict=True):
-        if surplus * inside_s > cost_s * ROUNDING:
+    """Whether every unit can send its surplus within ``limit_s``.
+
+    Args:
+        gives: surplus of every unit, 0 if it has too few tokens.
+        tokens_inside: most tokens that can be sent inside a node, by node.
+    """
+    needed = [0.0] * len(tokens_inside)
+    for surplus, unit_node in zip(gives, node, strict=True):
+        if surplus * inside_s > limit_s * ROUNDING:
             return False
-        needed[where] += _must_send(surplus, inside_s, between_s, cost_s)
-    return all(need <= most * ROUNDING for need, most in zip(needed, matched, strict=True))
+        needed[unit_node] += _must_send_inside(surplus, inside_s, between_s, limit_s)
+    return all(need <= limit * ROUNDING for need, limit in zip(needed, tokens_inside, strict=True))
 
 
-def _match(gives: Iterable[tuple[int, int]], receivers: Sequence[int], lacks: list[int]) -> Iterator[TokenTransfer]:
-    """Send what units give to ``receivers`` that lack tokens, both in order, and reduce ``lacks``."""
-    place = 0  # of the receiver whose turn it is
+def _match(gives: Iterable[tuple[int, int]], receivers: Sequence[int], deficit: list[int]) -> Iterator[TokenTransfer]:
+    """Yield transfers from senders to receivers with a deficit, both in order; reduce ``deficit`` by them.
+
+    Args:
+        gives: senders, each with its number of tokens to send.
+        deficit: tokens that every unit still needs; changed in place.
+    """
+    place = 0  # place of the next receiver in `receivers`
     for sender, tokens in gives:
         while tokens and place < len(receivers):
             receiver = receivers[place]
-            count = min(tokens, lacks[receiver])
+            count = min(tokens, deficit[receiver])
             if count:
                 yield TokenTransfer(sender, receiver, count)
                 tokens -= count
-                lacks[receiver] -= count
-            if not lacks[receiver]:
+                deficit[receiver] -= count
+            if not deficit[receiver]:
                 place += 1

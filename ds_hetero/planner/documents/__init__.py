@@ -1,4 +1,4 @@
-"""Which documents of a batch lie on which ranks, batch by batch: Zeppelin (EuroSys 2026) for ranks of unequal speed."""
+"""Place the documents of every batch on ranks of unequal speed, as Zeppelin does on equal ranks (EuroSys 2026)."""
 
 from ds_hetero.planner.document_search.calibrated_costs import unit_costs
 from ds_hetero.planner.document_search.unit_costs import UnitCosts

@@ -1,8 +1,8 @@
-"""The schedule for batches of documents: which units are best where every batch is placed by its documents.
+"""Choose the schedule under which batches of documents are predicted to run fastest.
 
-A schedule for one long sequence may group all ranks, and then every document goes over all of them. So candidates are
-judged by the mean predicted time of batches that are placed on their units: the search's schedule for one sequence,
-every rank a unit of its own, and all uniform meshes.
+A schedule for one long sequence may have all ranks in one group; then all ranks compute every document together. So
+schedules are compared by the mean predicted time of batches whose documents are placed on their units. The candidates
+are every rank as a separate unit, all uniform meshes, and the schedule that the search finds for one sequence.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ds_hetero.planner.strategies import strategy
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.schedule import Schedule
 
-# A candidate that is not faster by more than this loses to one before it. Chosen, never measured.
-SAME = 1.001
+# A later candidate is chosen only if it is faster than an earlier one by more than this ratio. Chosen, never measured.
+SAME_TIME_RATIO = 1.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthsCandidate:
-    """A schedule under batches of documents."""
+    """A schedule, and the predicted times of batches of documents on its units."""
 
-    name: str  # what it is, for people
-    schedule: Schedule  # its units
-    block_s: float | None  # mean predicted time of a block with documents placed; None where a batch does not fit
-    stream_s: float | None  # the same if batches are cut by their length alone; None where a batch does not fit
-    ideal_s: float  # mean time of a block at perfect balance with free communication
-    reason: str | None = None  # why ``block_s`` is None
+    name: str  # description for people
+    schedule: Schedule
+    block_s: float | None  # mean predicted time of a layer with placed documents; None if a batch does not fit
+    stream_s: float | None  # the same if batches are cut by length alone; None if a batch does not fit
+    ideal_s: float  # mean time of a layer at perfect balance with free communication
+    reason: str | None = None  # why a batch does not fit
 
     def to_dict(self) -> JsonDict:
         """Plain data for JSON, without the schedule."""
@@ -50,63 +50,72 @@ class PlannedForLengths:
     """The best schedule for batches of documents."""
 
     best: LengthsCandidate  # the fastest candidate that fits
-    candidates: tuple[LengthsCandidate, ...]  # all of them, in the order in which they were tried
-    batches: int  # batches that they were judged by
+    candidates: tuple[LengthsCandidate, ...]  # all candidates, in the order in which they were tried
+    batches: int  # number of batches that were placed
 
 
 def plan_for_lengths(cost: CalibratedCostModel, batches: Sequence[Sequence[int]]) -> PlannedForLengths:
-    """The schedule whose units place these batches fastest. Raises `PlanError`: none has room for them."""
-    candidates = tuple(_judge(name, schedule, cost, batches) for name, schedule in _schedules(cost))
+    """Return the schedule under which these batches are predicted to run fastest, and all candidates.
+
+    Args:
+        batches: lengths of the documents of every batch.
+
+    Raises:
+        PlanError: under every candidate some batch does not fit into memory; or a batch is longer than the row.
+    """
+    candidates = tuple(_candidate(name, schedule, cost, batches) for name, schedule in _schedules(cost))
     best: LengthsCandidate | None = None
-    for each in candidates:
-        if each.block_s is not None and (best is None or best.block_s is None or each.block_s * SAME < best.block_s):
-            best = each
+    for candidate in candidates:
+        if candidate.block_s is None:
+            continue
+        if best is None or best.block_s is None or candidate.block_s * SAME_TIME_RATIO < best.block_s:
+            best = candidate
     if best is None:
-        reasons = "; ".join(dict.fromkeys(str(each.reason) for each in candidates))
-        raise PlanError(f"no schedule has room for these batches: {reasons}")
+        reasons = "; ".join(dict.fromkeys(str(candidate.reason) for candidate in candidates))
+        raise PlanError(f"no schedule has room for these batches: {reasons}")  # reasons say what to change
     return PlannedForLengths(best=best, candidates=candidates, batches=len(batches))
 
 
 def _schedules(cost: CalibratedCostModel) -> Iterator[tuple[str, Schedule]]:
-    """Candidates by name, each schedule once: every rank alone comes first."""
-    alone = strategy("proportional", cost)
-    yield "every rank a unit, tokens by speed", alone
-    seen = {alone}
+    """Yield names and schedules of the candidates, every schedule once; every rank as a separate unit comes first."""
+    ring_by_speed = strategy("proportional", cost)
+    yield "every rank a unit, tokens by speed", ring_by_speed
+    schedules_so_far = {ring_by_speed}
     for candidate in Baselines.under(cost).candidates:
-        if candidate.prediction.feasible and candidate.schedule not in seen:
-            seen.add(candidate.schedule)
+        if candidate.prediction.feasible and candidate.schedule not in schedules_so_far:
+            schedules_so_far.add(candidate.schedule)
             yield candidate.name, candidate.schedule
     try:
-        searched = strategy("plan", cost)
+        planned = strategy("plan", cost)
     except PlanError:  # one long sequence does not fit; documents may
         return
-    if searched not in seen:
-        yield f"for one sequence: {describe(searched, cost.cluster)}", searched
+    if planned not in schedules_so_far:
+        yield f"for one sequence: {describe(planned, cost.cluster)}", planned
 
 
-def _judge(
+def _candidate(
     name: str, schedule: Schedule, cost: CalibratedCostModel, batches: Sequence[Sequence[int]]
 ) -> LengthsCandidate:
-    """Place all batches on the units of a schedule."""
+    """Place all batches on the units of a schedule, and predict their mean times; stop at a batch that does not fit."""
     length, costs = cost.workload.seq_len, unit_costs(cost, schedule)
-    placed_s = streamed_s = ideal = 0.0
+    placed_sum_s = stream_sum_s = ideal_sum_s = 0.0
     reason = None
     for lengths in batches:
         documents = documents_of(lengths, length)
-        ideal += ideal_s(lengths, costs, length - sum(lengths)) if any(costs.most_tokens) else 0.0
+        ideal_sum_s += ideal_s(lengths, costs, length - sum(lengths)) if any(costs.most_tokens) else 0.0
         try:
             placement = place_documents(schedule, documents, length, costs)
         except BatchError as error:
             reason = str(error)
             break
-        placed_s += placement_loads(placement, documents, costs).predicted_s
-        streamed_s += stream_loads(stream_placement(schedule, length).lanes[0], documents, costs).predicted_s
-    count = len(batches)
+        placed_sum_s += placement_loads(placement, documents, costs).predicted_s
+        stream_sum_s += stream_loads(stream_placement(schedule, length).lanes[0], documents, costs).predicted_s
+    num_batches = len(batches)
     return LengthsCandidate(
         name=name,
         schedule=schedule,
-        block_s=None if reason else placed_s / count,
-        stream_s=None if reason else streamed_s / count,
-        ideal_s=ideal / count,
+        block_s=None if reason else placed_sum_s / num_batches,
+        stream_s=None if reason else stream_sum_s / num_batches,
+        ideal_s=ideal_sum_s / num_batches,
         reason=reason,
     )

@@ -1,6 +1,7 @@
-"""Lengths of documents: the distributions that Zeppelin publishes (EuroSys 2026, Table 2), and batches drawn from them.
+"""Distributions of document lengths, among them those that Zeppelin publishes, and batches drawn from them.
 
-A distribution is shares of documents by length. Within a bin lengths are spread evenly over the logarithm.
+A distribution gives the share of documents in every bin of lengths. Within a bin the logarithm of the length is
+uniformly distributed. Source of `DISTRIBUTIONS`: Zeppelin (EuroSys 2026, Table 2).
 """
 
 from __future__ import annotations
@@ -10,29 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KIB = 1024
-BINS = ((64, KIB), *((KIB << i, KIB << (i + 1)) for i in range(8)))  # <1K, 1-2K, 2-4K ... 128-256K tokens
+BINS = ((64, KIB), *((KIB << i, KIB << (i + 1)) for i in range(8)))  # tokens: 64 to 1K, 1-2K, 2-4K ... 128-256K
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthDistribution:
-    """Shares of documents by length."""
+    """Share of the documents in every bin of lengths."""
 
     name: str  # for people
-    bins: tuple[tuple[int, int], ...]  # ``(least, most)`` tokens of every bin
-    shares: tuple[float, ...]  # of documents, by bin; they need not sum to 1
+    bins: tuple[tuple[int, int], ...]  # smallest and largest number of tokens of every bin
+    shares: tuple[float, ...]  # share of the documents, by bin; the sum need not be 1
 
     @classmethod
     def of_lengths(cls, name: str, lengths: Sequence[int]) -> LengthDistribution:
-        """The distribution in which every one of ``lengths`` is as likely as the others."""
+        """Return the distribution in which all ``lengths`` are equally likely."""
         return cls(name=name, bins=tuple((n, n) for n in lengths), shares=(1.0,) * len(lengths))
 
     def length(self, generator: random.Random) -> int:
-        """Draw one document."""
+        """Draw the length of one document."""
         least, most = generator.choices(self.bins, self.shares)[0]
         return int(least * (most / least) ** generator.random())
 
     def batch(self, tokens: int, generator: random.Random) -> list[int]:
-        """Draw documents that fill a row of ``tokens`` tokens, in random order; the last one is cut off."""
+        """Draw lengths of documents that fill a row of ``tokens`` tokens; the last document is shortened to fit."""
         lengths: list[int] = []
         while tokens:
             lengths.append(min(self.length(generator), tokens))

@@ -1,4 +1,9 @@
-"""The planner of documents: from the documents of a batch to its placement, on every rank alike."""
+"""Place the documents of a batch on ranks; every rank computes the same placement.
+
+The *stream* is the alternative: the row is cut by length alone, whatever its documents. `place_documents` compares four
+ways by prediction: documents cut over units with keys and values sent round (`place_everywhere`), heads exchanged
+between nodes (`place_by_heads`), tokens moved between attention and linear layers (`place_remapped`), and the stream.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,18 @@ from math import inf, sqrt
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS
-from ds_hetero.planner.document_search.by_heads import WORTH_EXCHANGING, place_by_heads
+from ds_hetero.planner.document_search.by_heads import MAX_EXCHANGE_RATIO, place_by_heads
 from ds_hetero.planner.document_search.candidates import place_everywhere, place_lengths, with_padding
 from ds_hetero.planner.document_search.crossing import crossing_of, in_order
 from ds_hetero.planner.document_search.lanes import make_placement
-from ds_hetero.planner.document_search.loads import loads_of
+from ds_hetero.planner.document_search.loads import Loads, loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.document_search.remapping import (
-    WORTH_MOVING,
+    MAX_MOVING_RATIO,
     least_remapped_s,
     place_remapped,
     remapped,
-    with_held_tokens,
+    with_linear_tokens,
 )
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
 from ds_hetero.planner.published.registry import find_planner
@@ -31,62 +36,81 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class DocumentPlacer:
-    """Place every batch by its documents.
+    """Places every batch by its documents.
 
-    Batches whose documents are not known, or whose rows have different ones, are cut by their length alone.
+    A batch is cut by length alone (the stream) if its documents are not known or its rows have different documents.
 
     Args:
-        least_gain: share of the time of the stream that must be saved, as predicted, or a batch stays one; such a
-            placer refuses no batch. None where documents were asked for: then any gain will do.
+        costs: costs on the units of the schedule.
+        least_gain: share of the stream's time that a placement has to save, as predicted; if it does not, or the batch
+            does not fit, the batch is cut by length. None if the user asked for placement by documents: then batches
+            are placed with any gain, and refused if they do not fit.
     """
 
-    costs: UnitCosts  # of the units of the schedule that batches are placed for
+    costs: UnitCosts
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS  # shorter documents are never cut
-    planner: str | None = None  # a published planner of documents in our place, which knows no ``min_cut_tokens``
+    planner: str | None = None  # name of a published planner of documents to use; it ignores ``min_cut_tokens``
     least_gain: float | None = None
     remap: RemapWish = "where_faster"  # whether tokens move before and after attention, see `place_documents`
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
-        """Place one batch. Raises `BatchError`: no memory for it. `ScheduleError`: too few tokens."""
+        """Place one batch.
+
+        Args:
+            length: tokens of a row.
+            rows: groups of rows with the same documents; empty if the documents are not known.
+
+        Raises:
+            BatchError: the batch does not fit into memory.
+            ScheduleError: a row has fewer tokens than there are ranks.
+        """
         if len(rows) != 1:
             return routed_stream(schedule, length, self.costs).with_rows(rows)
         documents = rows[0].documents
         if self.least_gain is not None:
-            placed = self._if_worth_it(schedule, documents, length) if len(documents) > 1 else None
-            return (placed or routed_stream(schedule, length, self.costs)).with_rows(rows)
+            placement = self._place_if_worth_it(schedule, documents, length) if len(documents) > 1 else None
+            return (placement or routed_stream(schedule, length, self.costs)).with_rows(rows)
         if self.planner is None:
-            return self._placed(schedule, documents, length).with_rows(rows)
-        placed = place_by_published(self.planner, schedule, documents, length, self.costs, self.remap)
-        return placed.with_rows(rows)
+            return self._place(schedule, documents, length).with_rows(rows)
+        placement = place_by_published(self.planner, schedule, documents, length, self.costs, self.remap)
+        return placement.with_rows(rows)
 
-    def _placed(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement:
+    def _place(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement:
+        """Return the placement by documents, see `place_documents`."""
         return place_documents(
             schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens, remap=self.remap
         )
 
-    def _if_worth_it(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement | None:
-        """The placement by documents; None where it is predicted to save too little, or is not possible."""
+    def _place_if_worth_it(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement | None:
+        """Return the placement by documents; None if it is predicted to save less than ``least_gain``.
+
+        The result is also None if no such placement is possible, or if it is the stream itself.
+        """
         assert self.least_gain is not None
         try:
-            placed = self._placed(schedule, documents, length)
+            by_documents = self._place(schedule, documents, length)
             stream = stream_placement(schedule, length)
-        except (BatchError, ScheduleError):  # too little memory, as predicted; fewer tokens than ranks
+        except (BatchError, ScheduleError):  # too little memory by the prediction, or fewer tokens than ranks
             return None
-        if placed.is_stream:
+        if by_documents.is_stream:
             return None
-        placed_s, stream_s = (
+        by_documents_s, stream_s = (
             placement_loads(placement, documents, self.costs).predicted_s + self.costs.step_s
-            for placement in (placed, stream)
+            for placement in (by_documents, stream)
         )
-        return placed if placed_s < (1 - self.least_gain) * stream_s else None
+        return by_documents if by_documents_s < (1 - self.least_gain) * stream_s else None
 
     def everywhere(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
-        """Place one batch row with every document over all units, for a check that is to see each of them cut.
+        """Place one batch with every document over all units, for a check that needs all documents cut.
 
-        Where tokens may move, half of every other rank's do.
+        If tokens may move between attention and linear layers, half the tokens of every second rank move to the next
+        rank. By default (``least_gain`` is set), a batch of one document, or one that does not fit, is placed as usual.
+
+        Args:
+            rows: the only group of rows.
 
         Raises:
-            BatchError: the documents do not fit into the units' memory, and were asked to be placed.
+            BatchError: the documents do not fit into memory, and the user asked for placement by documents.
         """
         (row,) = rows
         if self.least_gain is not None and (len(row.documents) < 2 or length > sum(self.costs.most_tokens)):
@@ -98,14 +122,18 @@ class DocumentPlacer:
         if self.remap == "never" or (self.remap == "where_faster" and not self.costs.exchange_per_receive):
             return placement
         pairs = zip(schedule.ranks[::2], schedule.ranks[1::2], strict=False)
-        moves = (TokenMove(rank, other, placement.tokens(rank) // 2) for rank, other in pairs)
+        moves = (TokenMove(sender, receiver, placement.tokens(sender) // 2) for sender, receiver in pairs)
         return placement.with_moves([move for move in moves if move.tokens])
 
 
 def least_gain(error: float) -> float:
-    """Share of the stream's time that a placement has to save, as predicted, to be taken without being asked for.
+    """Return the share of the stream's time that a placement has to save to be used by default.
 
-    Both times are predicted, and the error of their quotient is that of two independent errors.
+    Both times are predictions with independent errors, so the error of their ratio is sqrt(2) times larger: with an
+    error of 5 %, a placement has to save 7 %.
+
+    Args:
+        error: relative error of a prediction.
     """
     return sqrt(2) * error
 
@@ -119,52 +147,67 @@ def place_documents(
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS,
     remap: RemapWish = "where_faster",
 ) -> Placement:
-    """Place a row's documents on a schedule's units. Raises `BatchError`: they overlap, leave it, or do not fit.
+    """Place the documents of a row on the units of a schedule.
 
-    Unless tokens always move, the result is never predicted to be slower than the stream, than every document over all
-    units, and than every document over one node. Positions outside every document are padding: they are placed too, as
-    they are computed outside attention.
+    The result is never predicted to be slower than the stream, than every document over all units, or than every
+    document over one node; unless ``remap`` is ``"always"``. Positions outside every document are padding; they are
+    placed, too, since linear layers compute them.
 
     Args:
+        documents: intervals of the row, ascending and disjoint.
+        length: tokens of the row.
         min_cut_tokens: shorter documents are never cut.
-        remap: whether tokens move between attention and linear layers. ``"where_faster"``: where the block is predicted
-            to take at most `WORTH_MOVING` of the time, and the costs of moving are known.
+        remap: whether tokens move between attention and linear layers. With ``"where_faster"`` they do if the layer is
+            then predicted to take at most `MAX_MOVING_RATIO` of the time, and the costs of moving are known.
+
+    Raises:
+        BatchError: documents overlap, are not inside the row, or do not fit into memory.
     """
     assert len(costs.token_s) == schedule.ring_size, (costs.token_s, schedule.ring_size)
     check_documents(documents, length)
     check_memory(length, costs)
     lengths = [stop - start for start, stop in documents]
     padding = length - sum(lengths)
-    best = passed_on = place_lengths(lengths, costs, padding=padding, min_cut_tokens=min_cut_tokens)
+    without_exchange = place_lengths(lengths, costs, padding=padding, min_cut_tokens=min_cut_tokens)
+    best = without_exchange
     heads: tuple[int, ...] = ()
+    # Units of several ranks divide the heads among their ranks already.
     if all(len(group.ranks) == 1 for group in schedule.groups):
         by_heads = place_by_heads(lengths, best, costs, schedule.num_heads, padding)
-        if by_heads is not None and by_heads.placed.predicted_s < WORTH_EXCHANGING * best.predicted_s:
+        if by_heads is not None and by_heads.placed.predicted_s < MAX_EXCHANGE_RATIO * best.predicted_s:
             best, heads = by_heads
-    stream = _stream(schedule, documents, length, costs)
-    fastest_s = best.predicted_s if stream is None else min(stream[0], best.predicted_s)
+    loads_of_stream = _loads_of_stream(schedule, documents, length, costs)
+    fastest_s = best.predicted_s if loads_of_stream is None else min(loads_of_stream.predicted_s, best.predicted_s)
     limit_s = _remap_limit_s(remap, fastest_s, costs)
     if least_remapped_s(lengths, costs, padding) <= limit_s:
-        moved = place_remapped(lengths, passed_on, costs, padding=padding, min_cut_tokens=min_cut_tokens)
+        moved = place_remapped(lengths, without_exchange, costs, padding=padding, min_cut_tokens=min_cut_tokens)
         if moved.predicted_s <= limit_s:
             placement = make_placement(schedule, documents, length, moved.placed, costs)
-            return with_held_tokens(placement, moved.held, costs)
-    if stream is not None and stream[0] < best.predicted_s:
+            return with_linear_tokens(placement, moved.linear_tokens, costs)
+    if loads_of_stream is not None and loads_of_stream.predicted_s < best.predicted_s:
         return routed_stream(schedule, length, costs)
     return make_placement(schedule, documents, length, best, costs, heads)
 
 
-def _remap_limit_s(remap: RemapWish, without_s: float, costs: UnitCosts) -> float:
-    """The longest predicted time of a block for which tokens move; below 0 where they never do."""
+def _remap_limit_s(remap: RemapWish, unmoved_s: float, costs: UnitCosts) -> float:
+    """Return the longest predicted time of a layer with moved tokens for which tokens move.
+
+    Args:
+        unmoved_s: predicted time of the layer without moves.
+
+    Returns:
+        Seconds; plus infinity if tokens always move, minus infinity if they never do.
+    """
     if remap == "always":
         return inf
     if remap == "never" or not costs.exchange_per_receive:
         return -inf
-    return WORTH_MOVING * (without_s + costs.step_s) - costs.step_s
+    # The ratio applies to a layer's share of the step, `step_s` included.
+    return MAX_MOVING_RATIO * (unmoved_s + costs.step_s) - costs.step_s
 
 
 def expect_places(planner: str, costs: UnitCosts) -> None:
-    """Refuse a published planner that cannot place documents on these units. Raises `PlanError`."""
+    """Check that a published planner can place documents on these units. Raises `PlanError` if it cannot."""
     _published(planner)((len(costs.token_s),), costs)
 
 
@@ -176,74 +219,73 @@ def place_by_published(
     costs: UnitCosts,
     remap: RemapWish = "never",
 ) -> Placement:
-    """Place the documents of one batch row as a published planner says; padding goes where time is left.
+    """Place the documents of one batch row by a published planner; padding goes to the units that would end first.
 
     Args:
+        planner: its name.
         remap: as in `place_documents`.
 
     Raises:
-        PlanError: the planner of documents is unknown, or its paper cannot describe the units.
-        BatchError: see `place_documents`; or the planner overfills a unit.
+        PlanError: the planner is unknown, or its paper does not describe such units.
+        BatchError: see `place_documents`; or the planner gives a unit more tokens than fit.
     """
     check_documents(documents, length)
     check_memory(length, costs)
     lengths = [stop - start for start, stop in documents]
     pieces = _published(planner)(lengths, costs)
-    own = loads_of(lengths, pieces, costs).tokens
-    for unit, (tokens, most) in enumerate(zip(own, costs.most_tokens, strict=True)):
-        if tokens > most:
+    unit_tokens = loads_of(lengths, pieces, costs).tokens
+    for unit, (tokens, limit) in enumerate(zip(unit_tokens, costs.most_tokens, strict=True)):
+        if tokens > limit:
             raise BatchError(
                 f"planner {planner} gives unit {unit} {tokens:,} tokens of a batch row, its memory has room for "
-                f"{most:,}. Use shorter rows, or leave the planner out."
+                f"{limit:,}. Use shorter rows, or leave the planner out."
             )
     placed = with_padding(lengths, pieces, costs, length - sum(lengths))
     placement = make_placement(schedule, documents, length, placed, costs)
     moved = remapped(placed, costs)
     if moved.predicted_s <= _remap_limit_s(remap, placed.predicted_s, costs):
-        placement = with_held_tokens(placement, moved.held, costs)
+        placement = with_linear_tokens(placement, moved.linear_tokens, costs)
     return placement
 
 
 def _published(planner: str) -> Callable[[Sequence[int], UnitCosts], list[Pieces]]:
+    """Return the function by which a published planner places documents. Raises `PlanError`: it is unknown."""
     place = find_planner(planner, "documents").documents
     assert place is not None
     return place
 
 
-def _stream(
-    schedule: Schedule, documents: Sequence[Range], length: int, costs: UnitCosts
-) -> tuple[float, Placement] | None:
-    """Today's cut and its predicted time; None where it is not possible or a unit's memory does not suffice."""
+def _loads_of_stream(schedule: Schedule, documents: Sequence[Range], length: int, costs: UnitCosts) -> Loads | None:
+    """Return the loads of the row cut by length alone; None if it has too few tokens, or a unit too little memory."""
     try:
         placement = stream_placement(schedule, length)
     except ScheduleError:  # fewer tokens than ranks
         return None
     loads = stream_loads(placement.lanes[0], documents, costs)
-    if any(count > most for count, most in zip(loads.tokens, costs.most_tokens, strict=True)):
-        return None
-    return loads.predicted_s, placement
+    return loads if loads.fits(costs) else None
 
 
 @lru_cache(maxsize=64)
 def routed_stream(schedule: Schedule, length: int, costs: UnitCosts) -> Placement:
-    """The stream, whose keys and values go from node to node and round inside them, over all network interfaces.
+    """Return the stream, in which keys and values cross from node to node over all NICs, and circulate inside nodes.
 
-    Where every node has one unit, or there is one node, that is the ring which the stream is anyway.
+    With one node, or one unit on every node, keys and values travel in the plain ring over all units.
 
     Raises:
-        ScheduleError: fewer tokens than ranks that are to hold some.
+        ScheduleError: the row has fewer tokens than there are ranks that should get some.
     """
     stream = stream_placement(schedule, length)
     if costs.num_nodes == 1 or costs.num_nodes == len(costs.node):
         return stream
     (lane,) = stream.lanes
-    held = in_order(list(zip(lane.members, lane.tokens[0], strict=True)), costs)
-    nodes, proxies = tuple(costs.node[unit] for unit in lane.members), crossing_of(held, costs).proxies
-    return replace(stream, lanes=(replace(lane, nodes=nodes, proxies=proxies),))
+    ring = in_order(list(zip(lane.members, lane.tokens[0], strict=True)), costs)
+    nodes = tuple(costs.node[unit] for unit in lane.members)
+    has_proxies = crossing_of(ring, costs).proxies
+    return replace(stream, lanes=(replace(lane, nodes=nodes, proxies=has_proxies),))
 
 
 def check_documents(documents: Sequence[Range], length: int) -> None:
-    """Refuse documents that are not intervals of a row. Raises `BatchError`: names the first of them."""
+    """Check that documents are ascending, disjoint intervals of a row. Raises `BatchError` if one is not."""
     end = 0
     for start, stop in documents:
         if not end <= start < stop <= length:
@@ -255,9 +297,9 @@ def check_documents(documents: Sequence[Range], length: int) -> None:
 
 
 def check_memory(length: int, costs: UnitCosts) -> None:
-    """Refuse a row that has more tokens than all units have room for. Raises `BatchError`: both numbers."""
+    """Check that a row fits into the memory of all units together. Raises `BatchError` with both numbers if not."""
     if length > sum(costs.most_tokens):
-        limits = listed((f"{most:,}" for most in costs.most_tokens), 16)
+        limits = listed((f"{limit:,}" for limit in costs.most_tokens), 16)
         raise BatchError(
             f"a batch row of {length:,} tokens does not fit: memory beside the model has room for "
             f"{sum(costs.most_tokens):,} tokens, by unit {limits}. Use shorter rows, more ranks, or activation "

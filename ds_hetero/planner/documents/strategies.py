@@ -1,4 +1,4 @@
-"""Ways to place documents, by name: published planners', and every document over all units or over one node's."""
+"""Strategies to place documents, by name: published planners, and every document over all units."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from ds_hetero.planner.published.registry import PLANNERS
 
 
 def placement_strategies() -> dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]]:
-    """Return those beside the planner's own, by name; each takes lengths of documents and costs of units."""
+    """Return functions that place documents, by name; our own planner is not among them.
+
+    A function takes the lengths of the documents and the costs of the units, and returns the units of every document.
+    """
     published = {planner.name: planner.documents for planner in PLANNERS if planner.documents is not None}
     return {**published, "everywhere": over_all_units}

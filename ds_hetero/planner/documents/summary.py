@@ -1,4 +1,4 @@
-"""Where the documents of a batch lie, what every unit does, what travels over which links, and how good that is."""
+"""Report on a placement: lanes, loads of the units, bytes by link, and times of other ways to place the documents."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True)
 class DocumentsReport:
-    """One batch row, placed.
+    """The placement of one batch row, with its prediction.
 
     Args:
-        bytes_by_link: what the ranks send of keys, values and their gradients in one block, by
+        bytes_by_link: bytes of keys, values and their gradients that all ranks send in one layer, by
             `ds_hetero.planner.document_search.traffic.LINK_KINDS`.
     """
 
-    placement: Placement  # of the row
+    placement: Placement
     documents: tuple[Range, ...]  # intervals of the row
-    costs: UnitCosts  # of the schedule's units
-    loads: Loads  # what units and nodes do
-    ideal_s: float  # time of a block at perfect balance with free communication
-    others_s: dict[str, float | None]  # predicted time of a block, placed in other ways; None: not possible
+    costs: UnitCosts  # costs on the units of the schedule
+    loads: Loads  # loads of the units
+    ideal_s: float  # time of a layer at perfect balance with free communication
+    others_s: dict[str, float | None]  # predicted time of a layer by other ways to place; None if a way is impossible
     bytes_by_link: dict[str, float]
 
     @property
     def balance(self) -> float:
-        """Computing of the slowest unit over the ideal time."""
+        """Computing time of the slowest unit over the ideal time; 1 is perfect balance."""
         return self.loads.compute_s / self.ideal_s
 
     @cached_property
     def zone_tokens(self) -> dict[str, int]:
-        """Tokens of the lanes of every zone."""
+        """Tokens by zone: in lanes over several nodes, over units of one node, and of single units."""
         tokens = {"cluster": 0, "node": 0, "local": 0}
         for lane in self.placement.lanes:
             tokens[lane.zone(self.costs.node)] += sum(stop - start for start, stop in lane.spans)
@@ -57,7 +57,7 @@ class DocumentsReport:
     def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
         schedule, loads = self.placement.schedule, self.loads
-        index = {document: j for j, document in enumerate(self.documents)}
+        index_of_document = {document: j for j, document in enumerate(self.documents)}
         return {
             "schedule": schedule.to_dict(),
             "length": self.placement.length,
@@ -68,7 +68,7 @@ class DocumentsReport:
                     "proxies": lane.proxies,
                     "heads_of_nodes": list(lane.by_heads),
                     "ranks": [list(schedule.ring_groups[unit].ranks) for unit in lane.members],
-                    "documents": [index.get(span) for span in lane.spans],
+                    "documents": [index_of_document.get(span) for span in lane.spans],  # None is padding
                     "spans": [list(span) for span in lane.spans],
                     "tokens": [list(tokens) for tokens in lane.tokens],
                 }
@@ -98,7 +98,11 @@ class DocumentsReport:
 
 
 def documents_of(lengths: Sequence[int], length: int) -> tuple[Range, ...]:
-    """Intervals of documents that follow one another in a row; the rest is padding. Raises `PlanError`: too long."""
+    """Return the intervals of documents that follow one another in a row of ``length`` tokens; the rest is padding.
+
+    Raises:
+        PlanError: together the documents are longer than the row.
+    """
     documents, end = [], 0
     for tokens in lengths:
         documents.append((end, end + tokens))
@@ -112,7 +116,7 @@ def documents_of(lengths: Sequence[int], length: int) -> tuple[Range, ...]:
 
 
 def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Sequence[int]) -> DocumentsReport:
-    """Place documents that follow one another in a row of the workload's length, and say what that means.
+    """Place documents that follow one another in a row of the workload's length, and report on the placement.
 
     Raises:
         PlanError: the documents do not fit into the row.
@@ -123,10 +127,10 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
     costs = unit_costs(cost, schedule)
     rows = (Rows(0, cost.workload.micro_batch, documents),)
     placement = place_documents(schedule, documents, length, costs).with_rows(rows)
-    nodes = [int(node) for node in cost.cluster.node_of_rank]
+    node_of_rank = [int(node) for node in cost.cluster.node_of_rank]
     loads = placement_loads(placement, documents, costs)
-    in_rings = ring_bytes(placement, nodes, kv_bytes(cost))
-    exchanged = exchange_bytes(placement, nodes, kv_bytes(cost))
+    bytes_of_rings = ring_bytes(placement, node_of_rank, kv_bytes(cost))
+    bytes_of_exchanges = exchange_bytes(placement, node_of_rank, kv_bytes(cost))
     return DocumentsReport(
         placement=placement,
         documents=documents,
@@ -138,14 +142,15 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
             **_crossing_s(lengths, costs, schedule.num_heads),
             "remapped": _remapped_s(lengths, costs, length - sum(lengths)),
         },
-        bytes_by_link={kind: in_rings[kind] + exchanged[kind] for kind in in_rings},
+        bytes_by_link={kind: bytes_of_rings[kind] + bytes_of_exchanges[kind] for kind in bytes_of_rings},
     )
 
 
 def _crossing_s(lengths: Sequence[int], costs: UnitCosts, num_heads: int) -> dict[str, float | None]:
-    """Predicted times, without padding, if documents over several nodes travelled otherwise; see `crossing`.
+    """Predict the times of a layer for two other ways to send documents between nodes; empty with one node.
 
-    In one ring over all units everything enters a node over the link of one of its units.
+    ``one ring``: one ring over all units, where all tokens enter a node over the link of one unit. ``by heads``: heads
+    are exchanged, see `by_heads`; None if they cannot be. Padding is not counted.
     """
     if costs.num_nodes == 1:
         return {}
@@ -155,7 +160,7 @@ def _crossing_s(lengths: Sequence[int], costs: UnitCosts, num_heads: int) -> dic
 
 
 def _remapped_s(lengths: Sequence[int], costs: UnitCosts, padding: int) -> float:
-    """Predicted time if tokens moved between attention and linear layers, whether that pays or not."""
+    """Predict the time with tokens moved between attention and linear layers, whether that is faster or not."""
     best = place_lengths(lengths, costs, padding=padding)
     return place_remapped(lengths, best, costs, padding=padding, min_cut_tokens=2 * LEAST_FRAGMENT_TOKENS).predicted_s
 
@@ -163,19 +168,23 @@ def _remapped_s(lengths: Sequence[int], costs: UnitCosts, padding: int) -> float
 def _others_s(
     schedule: Schedule, lengths: Sequence[int], documents: Sequence[Range], length: int, costs: UnitCosts
 ) -> dict[str, float | None]:
-    """Predicted times of the stream and of the other strategies, without padding."""
-    others: dict[str, float | None] = {"stream": None}
+    """Predict the time of a layer for the stream and for every placement strategy, by name; None if impossible.
+
+    Padding is counted for the stream alone.
+    """
+    times_s: dict[str, float | None] = {"stream": None}
     try:
         lane = stream_placement(schedule, length).lanes[0]
-        others["stream"] = stream_loads(lane, documents, costs).predicted_s
+        times_s["stream"] = stream_loads(lane, documents, costs).predicted_s
     except HeteroError:  # fewer tokens than ranks
         pass
-    return others | {name: _placed_s(place, lengths, costs) for name, place in placement_strategies().items()}
+    return times_s | {name: _strategy_s(place, lengths, costs) for name, place in placement_strategies().items()}
 
 
-def _placed_s(
+def _strategy_s(
     place: Callable[[Sequence[int], UnitCosts], list[Pieces]], lengths: Sequence[int], costs: UnitCosts
 ) -> float | None:
+    """Predict the time of a strategy; None if it cannot place these documents."""
     try:
         return loads_of(lengths, place(lengths, costs), costs).predicted_s
     except HeteroError:  # nodes of unequal size

@@ -1,4 +1,4 @@
-"""Does a training fit into memory, up to which length, and what would make it fit? Imports no torch."""
+"""Predict whether a training fits into memory, the longest sequence that fits, and changes that help. No torch."""
 
 from ds_hetero.planner.memory.advice import Advice, advise
 from ds_hetero.planner.memory.best import Fitted, best_schedule, longest_sequence

@@ -1,7 +1,7 @@
-"""Changes that would make a training fit, cheapest first.
+"""Advise changes that make a training fit into memory, the cheapest first.
 
-Each change is tried alone. Where none is enough, changes are added in the order of what each costs alone until it fits,
-and the ones that turn out to be needless are removed again. LoRA and QLoRA come last: they change what is trained.
+Each change is tried alone. If none is enough, changes are added one by one, the cheapest first, until the training
+fits; then those that are not needed are removed again. LoRA and QLoRA come last, since they change what is trained.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Changes, and the training after them."""
+    """Changes to make together, and the training after them."""
 
-    changes: tuple[Change, ...]  # to make together
-    after: Fitted | None  # what they come to; None where there is no such training
-    why_not: str | None = None  # the reason for it
+    changes: tuple[Change, ...]  # changes to make together
+    after: Fitted | None  # the training after the changes; None if no schedule can be planned for it
+    why_not: str | None = None  # why no schedule can be planned; None if one can
 
     @classmethod
     def of(cls, fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -> Advice:
-        """Plan a training with these changes."""
+        """Plan the training with these changes.
+
+        Args:
+            source: a schedule, or the name of a strategy, see `best_schedule`.
+        """
         try:
             return cls(changes, apply(fitted, source, changes))
         except PlanError as error:
@@ -36,21 +40,21 @@ class Advice:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits with them."""
+        """Whether the training fits after the changes."""
         return self.after is not None and self.after.fits
 
     @property
     def name(self) -> str:
-        """The changes in words."""
+        """Names of the changes, joined by "and"."""
         return " and ".join(change.name for change in self.changes)
 
     @property
     def missing_bytes(self) -> float:
-        """Bytes that the fullest rank still lacks; negative if it fits."""
+        """Bytes that the fullest rank lacks after the changes; negative if all fit, infinite if ``after`` is None."""
         if self.after is None:
             return float("inf")
-        fitted = self.after
-        return float((np.array(fitted.prediction.memory_bytes) - fitted.cost.capacity_bytes_D).max())
+        needs_bytes = np.array(self.after.prediction.memory_bytes)
+        return float((needs_bytes - self.after.cost.capacity_bytes_D).max())
 
     def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
@@ -65,48 +69,66 @@ class Advice:
 
 
 def advise(fitted: Fitted, source: str | Schedule) -> tuple[Advice, ...]:
-    """Find what would make a training fit, the cheapest first, then what is not enough alone."""
+    """Return changes that make a training fit, the cheapest first, then changes that are not enough alone.
+
+    Args:
+        fitted: the training without changes.
+        source: a schedule, or the name of a strategy, see `best_schedule`.
+    """
     cost = fitted.cost
-    offloads = not cost.cluster.shares_host_memory.all()
-    changes = [each for each in CHANGES if each.applies(cost.workload, source) and (offloads or not each.offloads)]
-    alone = [Advice.of(fitted, source, (change,)) for change in changes]
-    alone.sort(key=_cost)
-    same_result = [advice for advice in alone if not advice.changes[0].trains_less]
-    together: tuple[Advice, ...] = ()
-    if not any(advice.fits for advice in same_result):
-        together = _together(fitted, source, same_result)
-        if not together and not any(advice.fits for advice in alone):
-            together = _together(fitted, source, alone)
-    return (*together, *sorted(alone, key=lambda advice: (not advice.fits, *_cost(advice))))
+    offloads_help = not cost.cluster.shares_host_memory.all()  # whether offloading frees memory on some device
+    single_changes: list[Advice] = []
+    for change in CHANGES:
+        is_possible = offloads_help or not change.offloads
+        if change.applies(cost.workload, source) and is_possible:
+            single_changes.append(Advice.of(fitted, source, (change,)))
+    single_changes.sort(key=_cost)
+    train_as_much = [advice for advice in single_changes if not advice.changes[0].trains_less]
+    combined: tuple[Advice, ...] = ()
+    if not any(advice.fits for advice in train_as_much):
+        combined = _combine(fitted, source, train_as_much)
+        if not combined and not any(advice.fits for advice in single_changes):
+            combined = _combine(fitted, source, single_changes)
+    return (*combined, *sorted(single_changes, key=lambda advice: (not advice.fits, *_cost(advice))))
 
 
-def _together(fitted: Fitted, source: str | Schedule, alone: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Changes that fit together, each of them needed; none if all together do not."""
-    chosen: tuple[Change, ...] = ()
+def _combine(fitted: Fitted, source: str | Schedule, single_changes: Sequence[Advice]) -> tuple[Advice, ...]:
+    """Return changes that make the training fit together, each of them necessary; empty if all are not enough.
+
+    Args:
+        single_changes: changes, the cheapest first, each with the training after it alone.
+    """
+    changes: tuple[Change, ...] = ()
     best: Advice | None = None
-    for advice in alone:
+    for advice in single_changes:
         (change,) = advice.changes
-        if not _superseded(change, chosen):
-            chosen = (*(old for old in chosen if not _superseded(old, (change,))), change)
-            best = Advice.of(fitted, source, chosen)
+        if not _is_superseded(change, changes):
+            not_superseded = [earlier for earlier in changes if not _is_superseded(earlier, (change,))]
+            changes = (*not_superseded, change)
+            best = Advice.of(fitted, source, changes)
             if best.fits:
                 break
     if best is None or not best.fits:
         return ()
-    for change in best.changes:
-        fewer = tuple(other for other in best.changes if other is not change)
-        without = Advice.of(fitted, source, fewer) if fewer else best
-        best = without if without.fits and len(fewer) else best
+    for change in best.changes:  # leave out those without which the training still fits
+        fewer_changes = tuple(other for other in best.changes if other is not change)
+        if not fewer_changes:
+            continue
+        with_fewer = Advice.of(fitted, source, fewer_changes)
+        if with_fewer.fits:
+            best = with_fewer
     return (best,)
 
 
-def _superseded(change: Change, by: Sequence[Change]) -> bool:
-    """Whether one of ``by`` is the same kind of change, and a stronger one."""
-    stage = "ZeRO stage "
-    return change.name.startswith(stage) and any(b.name.startswith(stage) and b.name >= change.name for b in by)
+def _is_superseded(change: Change, others: Sequence[Change]) -> bool:
+    """Whether one of ``others`` includes this change: ZeRO stage 3 includes stage 2. Only ZeRO stages do."""
+    prefix = "ZeRO stage "
+    if not change.name.startswith(prefix):
+        return False
+    return any(other.name.startswith(prefix) and other.name >= change.name for other in others)
 
 
 def _cost(advice: Advice) -> tuple[bool, float]:
-    """Sort key: changes of what is trained come last, then slower ones."""
+    """Sort key: faster changes first; those that train fewer weights come after all others."""
     trains_less = any(change.trains_less for change in advice.changes)
     return trains_less, float("inf") if advice.after is None else advice.after.iteration_s

@@ -1,6 +1,6 @@
-"""The schedule whose memory is shown: the fastest that fits, or the one that is nearest to fitting; and the limits.
+"""Find the schedule whose memory is reported, and the longest sequence that fits.
 
-Imports no torch.
+The schedule is the fastest one that fits, or if none fits, the one that is nearest to fitting. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import searched_candidates
 from ds_hetero.planner.results.candidates import Baselines, ScheduleCandidate, fastest
-from ds_hetero.planner.search.memory_fit import fits_somehow
+from ds_hetero.planner.search.memory_fit import fits_in_a_simple_grouping
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.values.schedule import Schedule
 
-# Of memory, when the nearest schedule is looked for: the most, and between two sizes. Chosen, never measured.
+# The search for the nearest schedule enlarges all memories by a factor: the largest factor, and the ratio from one
+# factor to the next. Chosen, never measured.
 MAX_GROWTH, _GROWTH_STEP = 2**20, 1.1
-LONGEST = 2**24  # tokens of a sequence; longer ones are not tried
-_LENGTH_UNIT, _UNITS_TO_ROUND = 256, 32  # a longest sequence is a multiple of 256 tokens beyond 8,192
+LONGEST = 2**24  # tokens of the longest sequence that is tried
+_LENGTH_UNIT, _UNITS_TO_ROUND = 256, 32  # beyond 32 * 256 = 8,192 tokens, the result is a multiple of 256
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A schedule, its cost model and its prediction."""
+    """A schedule with its cost model and its prediction."""
 
-    cost: CostModel  # bound to cluster, model and workload
-    schedule: Schedule  # of the fastest that fits, or of the nearest to fitting
-    prediction: Prediction  # of the schedule; says whether it fits
+    cost: CostModel  # cost model of the cluster, model and workload
+    schedule: Schedule  # the fastest schedule that fits, or the nearest to fitting
+    prediction: Prediction  # prediction of the schedule; says whether it fits
 
     @property
     def fits(self) -> bool:
-        """Every rank has the memory that it needs."""
+        """Whether every rank has enough memory."""
         return self.prediction.feasible
 
     @property
@@ -45,19 +46,20 @@ class Fitted:
 
 
 def with_workload(cost: CostModel, workload: Workload) -> CostModel:
-    """The same cost model for another workload."""
+    """Return the same cost model for another workload."""
     return make_cost_model(cost.name, cost.cluster, cost.model, workload)
 
 
 def best_schedule(cost: CostModel, source: str | Schedule = "plan") -> Fitted:
-    """The schedule to be judged.
+    """Return the schedule whose memory is reported, with its prediction.
 
     Args:
-        source: a schedule, or the name of a strategy; ``plan`` is the fastest schedule that fits, and where none fits
-            the fastest one on cards that are all larger by the same factor, the least that makes one fit.
+        source: a schedule, or the name of a strategy. ``plan`` is the fastest schedule that fits. If none fits, all
+            cards are given more memory, by the smallest factor with which a schedule fits, and the fastest schedule on
+            these cards is returned.
 
     Raises:
-        PlanError: the strategy has no schedule for this cluster, or none is near to fitting.
+        PlanError: the strategy has no schedule for this cluster, or none fits even on much larger cards.
     """
     if source != "plan":
         schedule = source if isinstance(source, Schedule) else strategy(source, cost)
@@ -67,16 +69,16 @@ def best_schedule(cost: CostModel, source: str | Schedule = "plan") -> Fitted:
 
 
 def longest_sequence(cost: CostModel, source: str | Schedule = "plan") -> int:
-    """The longest sequence that fits, to about 1 % and a multiple of 256 tokens beyond 8,192; 0 if none does.
+    """Return the longest sequence that fits, to about 1 %, by bisection; 0 if none fits.
 
-    By bisection: each length is planned anew, since longer sequences want other shares.
+    Beyond 8,192 tokens it is a multiple of 256. Every length is planned anew, since longer sequences need other shares.
     """
 
     def fits(seq_len: int) -> bool:
-        at = with_workload(cost, replace(cost.workload, seq_len=seq_len))
+        cost_at_length = with_workload(cost, replace(cost.workload, seq_len=seq_len))
         if source == "plan":
-            return fits_somehow(at) or _fastest(at) is not None
-        return best_schedule(at, source).fits
+            return fits_in_a_simple_grouping(cost_at_length) or _fastest(cost_at_length) is not None
+        return best_schedule(cost_at_length, source).fits
 
     least = cost.cluster.num_ranks
     if not fits(least):
@@ -88,7 +90,7 @@ def longest_sequence(cost: CostModel, source: str | Schedule = "plan") -> int:
 
 
 def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest length that fits, between one that does and one that does not, to 1 %."""
+    """Return the longest length that fits, to 1 %, between ``low``, which fits, and ``high``, which does not."""
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
         if middle > _UNITS_TO_ROUND * _LENGTH_UNIT:
@@ -105,15 +107,16 @@ def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _fastest(cost: CostModel) -> ScheduleCandidate | None:
+    """Return the fastest schedule of the search and of the baselines; None if none fits."""
     return fastest(searched_candidates(cost), Baselines.under(cost).candidates)
 
 
 def _with_memory(cost: CostModel, factor: float) -> CostModel:
-    """The same cost model for cards with ``factor`` times as much memory for tensors, in machines without limit."""
+    """Return the cost model with ``factor`` times the memory for tensors on every card, and unlimited host memory."""
 
     def larger(device: DeviceSpec) -> DeviceSpec:
-        left = factor * (device.memory_bytes - device.reserved_bytes)
-        return replace(device, memory_bytes=device.reserved_bytes + int(left))
+        tensor_bytes = factor * (device.memory_bytes - device.reserved_bytes)
+        return replace(device, memory_bytes=device.reserved_bytes + int(tensor_bytes))
 
     cluster = cost.cluster.with_devices(larger)
     cluster = replace(cluster, nodes=tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes))
@@ -121,17 +124,19 @@ def _with_memory(cost: CostModel, factor: float) -> CostModel:
 
 
 def _nearest(cost: CostModel) -> ScheduleCandidate:
-    """The fastest schedule on cards that are all larger by about the least factor with which there is one.
+    """Return the fastest schedule on cards with more memory, all by the same factor, with which a schedule fits.
+
+    The factor is about the smallest: within 10 %.
 
     Raises:
         PlanError: no factor up to `MAX_GROWTH` is enough.
     """
     factor = 1.0
-    while factor < MAX_GROWTH and not fits_somehow(_with_memory(cost, 2 * factor)):
+    while factor < MAX_GROWTH and not fits_in_a_simple_grouping(_with_memory(cost, 2 * factor)):
         factor *= 2
     while factor < MAX_GROWTH:
-        larger = _with_memory(cost, factor)
-        if fits_somehow(larger) and (best := _fastest(larger)) is not None:
+        larger_cards = _with_memory(cost, factor)
+        if fits_in_a_simple_grouping(larger_cards) and (best := _fastest(larger_cards)) is not None:
             return best
         factor *= _GROWTH_STEP
     raise PlanError(

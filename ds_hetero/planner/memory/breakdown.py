@@ -1,4 +1,4 @@
-"""Memory breakdown of every rank at its peak: bytes by what they are used for, and what the device has."""
+"""Memory breakdown of every rank at its peak: bytes by their use, and the memory of the card."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Bytes of one rank at its peak, from the bottom up, and what its card has.
+    """Memory breakdown of one rank at its peak, in bytes, and the memory of its card.
 
     Args:
-        activations: kept for the backward, and what the backward of one layer needs beside them; 0 where the peak is in
-            the optimizer's step.
+        activations: activations saved for the backward, and what the backward of one layer needs in addition; 0 if the
+            peak is in the optimizer's step.
     """
 
-    rank: int  # whose they are
+    rank: int
     device: str  # name of its card
     weights: float  # parameters that stay on the rank
-    gradients: float  # what they take beyond the activations that they replace; all of them with accumulation
+    gradients: float  # gradients beyond the activations that they replace; all gradients with accumulation
     optimizer_state: float  # master weights and moments
     activations: float
-    logits: float  # of the head, and what the loss makes of them; 0 where the peak is not at the loss
-    buffers: float  # gathered parameters, visiting keys and values, packed exchanges, gradients under way or in fp32
+    logits: float  # logits and the temporaries of the loss; 0 if the peak is not at the loss
+    buffers: float  # gathered parameters, keys and values of the ring, buffers of all-to-alls and of gradients
     communicators: float  # NCCL's buffers, as far as the reserve does not cover them
-    reserve: float  # what no tensor gets: the driver's context, NCCL's first buffers, and what lies between tensors
+    reserve: float  # not for tensors: the driver's context, NCCL's first buffers, fragmentation of the allocator
     card: float  # memory of the card
 
     @property
     def total(self) -> float:
-        """All parts, the reserve included."""
+        """Sum of all parts, including the reserve."""
         return sum(float(getattr(self, part)) for part in PARTS)
 
     @property
     def tensors(self) -> float:
-        """Bytes of tensors: what PyTorch counts as allocated."""
+        """Bytes of tensors, which PyTorch reports as allocated."""
         return self.total - self.reserve - self.communicators
 
     @property
     def free(self) -> float:
-        """Bytes of the card that stay free; negative if it does not fit."""
+        """Bytes of the card that stay free; negative if the rank does not fit."""
         return self.card - self.total
 
     def to_dict(self) -> JsonDict:
@@ -55,27 +55,34 @@ PARTS = tuple(field.name for field in fields(Stack) if field.name not in ("rank"
 
 
 def stacks(cost: CostModel, schedule: Schedule) -> tuple[Stack, ...]:
-    """The stack of every rank of a schedule; without the reserve it is what `CostModel.predict` says.
+    """Return the memory breakdown of every rank; without the reserve, its sum is the memory of `CostModel.predict`.
 
     Raises:
         PlanError: the schedule's ranks or heads are not those of the cluster and the model.
     """
     parts = cost.memory_parts(*cost.arrays(schedule))
 
-    def of(rank: int, device: DeviceSpec) -> Stack:
-        own = parts.of_rank(rank)
+    def stack_of(rank: int, device: DeviceSpec) -> Stack:
+        rank_parts = parts.of_rank(rank)
+        buffers = (
+            rank_parts.gathered
+            + rank_parts.ring_buffers
+            + rank_parts.exchange_buffers
+            + rank_parts.bucket
+            + rank_parts.step
+        )
         return Stack(
             rank=rank,
             device=device.name,
-            weights=float(own.weights),
-            gradients=float(own.gradients),
-            optimizer_state=float(own.optimizer_state),
-            activations=float(own.activations + own.layer),
-            logits=float(own.logits),
-            buffers=float(own.gathered + own.ring_buffers + own.exchange_buffers + own.bucket + own.step),
-            communicators=float(own.communicators),
+            weights=float(rank_parts.weights),
+            gradients=float(rank_parts.gradients),
+            optimizer_state=float(rank_parts.optimizer_state),
+            activations=float(rank_parts.activations + rank_parts.layer),
+            logits=float(rank_parts.logits),
+            buffers=float(buffers),
+            communicators=float(rank_parts.communicators),
             reserve=device.memory_bytes - device.usable_bytes,
             card=float(device.memory_bytes),
         )
 
-    return tuple(of(rank, device) for rank, device in enumerate(cost.cluster.devices))
+    return tuple(stack_of(rank, device) for rank, device in enumerate(cost.cluster.devices))

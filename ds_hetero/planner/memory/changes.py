@@ -1,4 +1,4 @@
-"""Changes of a training that save memory, and how they are made."""
+"""Changes of a training that save memory: what users have to write for each, and the training after it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ds_hetero.planner.memory.best import Fitted, best_schedule, with_workload
 from ds_hetero.planner.memory.zero_weights import weights_by_memory
 from ds_hetero.values.schedule import Schedule
 
-PLANNED = "planned tokens and heads"  # a change of the schedule's source
-SMALL_BUCKET = 50_000_000  # elements; a tenth of DeepSpeed's, and still long enough for a link. Chosen, never measured
+PLANNED = "planned tokens and heads"  # name of the change that replaces the schedule, and not the workload
+SMALL_BUCKET = 50_000_000  # elements: a tenth of DeepSpeed's default, large enough for full bandwidth; never measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +21,19 @@ class Change:
     """One way to need less memory.
 
     Args:
-        applies: whether it would change a workload that is planned by a source.
+        applies: whether the change makes a difference for a workload and a source of its schedule.
     """
 
     name: str  # for people and for JSON
-    how: str  # what to write where
+    how: str  # what the user has to write
     applies: Callable[[Workload, str | Schedule], bool]
-    workload: Callable[[Workload], Workload]  # the workload after it; the same where it changes something else
-    trains_less: bool = False  # other weights learn, which is a change of the result
-    offloads: bool = False  # to the machine's memory, which frees nothing where a card has no other
+    workload: Callable[[Workload], Workload]  # the workload after the change; the same if it changes something else
+    trains_less: bool = False  # whether fewer weights are trained, which changes the result
+    offloads: bool = False  # whether it moves bytes to host memory; useless on a device that shares it
 
 
 def _stage(stage: int) -> Change:
+    """Make the change to a higher ZeRO stage."""
     return Change(
         f"ZeRO stage {stage}",
         f'"zero_optimization": {{"stage": {stage}}} in ds_config.json',
@@ -66,6 +67,12 @@ CHANGES = (
         "before transformers 5.23)",
         lambda work, _: not work.activation_checkpointing,
         lambda work: replace(work, activation_checkpointing=True),
+    ),
+    Change(
+        "attention computed again",
+        '"keep_attention": false in the section',
+        lambda work, _: work.keeps_attention,
+        lambda work: replace(work, keep_attention=False),
     ),
     Change(
         PLANNED,
@@ -121,13 +128,15 @@ CHANGES = (
 
 
 def apply(fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -> Fitted:
-    """Plan the training with these changes.
+    """Plan the training with these changes, and return its schedule and prediction.
 
     Args:
-        changes: of `CHANGES`, each at most once.
+        fitted: the training without changes.
+        source: a schedule, or the name of a strategy, see `best_schedule`.
+        changes: members of `CHANGES`, each at most once.
 
     Raises:
-        PlanError: the strategy has no schedule for it, or the changes are not enough by far.
+        PlanError: the strategy has no schedule for the changed training, or it is far from fitting.
     """
     names = {change.name for change in changes}
     work = fitted.cost.workload
@@ -135,8 +144,8 @@ def apply(fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -
         work = change.workload(work)
     if PLANNED in names:
         source = "plan"
-    after = best_schedule(with_workload(fitted.cost, work), source)
-    if "weights by memory" in names and not after.fits:
-        weights = weights_by_memory([(after.cost, after.schedule)])
-        after = best_schedule(with_workload(fitted.cost, replace(work, zero_weights=weights)), after.schedule)
-    return after
+    changed = best_schedule(with_workload(fitted.cost, work), source)
+    if "weights by memory" in names and not changed.fits:
+        weights = weights_by_memory([(changed.cost, changed.schedule)])
+        changed = best_schedule(with_workload(fitted.cost, replace(work, zero_weights=weights)), changed.schedule)
+    return changed

@@ -1,4 +1,4 @@
-"""``"zero_partition": "memory"``: every rank owns as much of the model states as its memory has room for.
+"""``"zero_partition": "memory"``: ZeRO's shares of the model states in proportion to the free memory of the ranks.
 
 Dimension key: D ranks.
 """
@@ -18,62 +18,64 @@ from ds_hetero.values.schedule import Schedule
 
 
 def weights_by_memory(replicas: Sequence[tuple[CostModel, Schedule]]) -> tuple[float, ...]:
-    """Shares of all ranks by what their devices have left after everything that ZeRO does not partition.
+    """Return the weight of every rank in ZeRO's partition: its memory that is free for partitioned model states.
 
-    A phase that needs more of partitions than the model states themselves, as the optimizer's step does, leaves room
-    for as much less of them.
+    In some phases a partition takes more memory than its model states, for example by the temporaries of the
+    optimizer's step. Then accordingly fewer model states fit.
 
     Args:
-        replicas: of every one its cost model, with equal ZeRO partitions, and its schedule.
+        replicas: cost model and schedule of every replica; the cost models have equal ZeRO partitions.
 
     Raises:
         PlanError: see `weights_by_room`.
     """
     cost, _ = replicas[0]
     partitioned = partitioned_bytes(cost.model, cost.workload)
-    rooms_D = [_room_bytes(cost, schedule, partitioned) for cost, schedule in replicas]
-    room = np.concatenate(rooms_D)
+    room_bytes = np.concatenate([_room_bytes(cost, schedule, partitioned) for cost, schedule in replicas])
     if not cost.workload.zero_within:
-        return weights_by_room(room.tolist(), partitioned)
+        return weights_by_room(room_bytes.tolist(), partitioned)
     node_ends = np.cumsum([len(node.devices) for node in cost.cluster.nodes])
     weights: list[float] = []
-    for room_of_node in np.split(room, node_ends[:-1]):
-        weights += weights_by_room(room_of_node.tolist(), partitioned)
+    for node_room_bytes in np.split(room_bytes, node_ends[:-1]):
+        weights += weights_by_room(node_room_bytes.tolist(), partitioned)
     return tuple(weights)
 
 
 def _room_bytes(cost: CostModel, schedule: Schedule, partitioned: float) -> Floats:
-    """Room for model states on every rank in its fullest phase, ``[D]``.
+    """Return the room for model states on every rank in its fullest phase, ``[D]``.
 
-    A rank with 10 bytes left in a phase, in which its partitions take twice the 4 bytes of its model states, has room
-    for 5: each byte more of them takes two.
+    Example: in a phase a partition of 4 bytes of model states takes 8 bytes, so every byte takes two. With 10 bytes
+    free, the rank has room for 5 bytes of model states.
+
+    Args:
+        partitioned: bytes of all partitions together.
     """
-    share_D = partitioned * owned_share_D(cost.workload, cost.cluster)
-    rooms = []
+    states_D = partitioned * owned_share_D(cost.workload, cost.cluster)  # model states of every rank
+    rooms_by_phase = []
     for parts in cost.memory_phases(*cost.arrays(schedule.shifted(0))).values():
         partition_D = partitioned_parts(parts, cost.workload)
-        left_D = cost.capacity_bytes_D - (parts.total - partition_D)
-        needs_more_D = (partition_D > share_D) & (left_D > 0)
-        room_per_byte_D = np.where(needs_more_D, share_D / np.maximum(partition_D, 1.0), 1.0)
-        rooms.append(left_D * room_per_byte_D)
-    return np.asarray(np.min(rooms, axis=0))
+        free_D = cost.capacity_bytes_D - (parts.total - partition_D)
+        takes_more_D = (partition_D > states_D) & (free_D > 0)
+        states_per_byte_D = np.where(takes_more_D, states_D / np.maximum(partition_D, 1.0), 1.0)
+        rooms_by_phase.append(free_D * states_per_byte_D)
+    return np.asarray(np.min(rooms_by_phase, axis=0))
 
 
 def weights_by_room(room_bytes: Sequence[float], partitioned: float) -> tuple[float, ...]:
-    """Shares of ``partitioned`` bytes in proportion to room, so that all ranks keep the same part of theirs free.
+    """Return weights of the ranks in proportion to room: every rank keeps the same part of its room free.
 
-    With nothing to partition, as where all of it is offloaded to the host, shares are equal.
+    If there is nothing to partition, for example because all is offloaded to the host, shares are equal.
 
     Raises:
-        PlanError: some rank has no room even without any share, or all room together is not enough.
+        PlanError: a rank does not fit even without a share, or all ranks together have too little room.
     """
     if not partitioned:
         return (1.0,) * len(room_bytes)
-    full = [f"rank {rank} by {-room / GIB:.2f} GiB" for rank, room in enumerate(room_bytes) if room < 0]
-    if full:
+    shortages = [f"rank {rank} by {-room / GIB:.2f} GiB" for rank, room in enumerate(room_bytes) if room < 0]
+    if shortages:
         raise PlanError(
-            f"without any share of the model states, memory is exceeded already on {', '.join(full)}. Give those ranks "
-            "fewer tokens or samples, or use shorter sequences or activation checkpointing."
+            f"without any share of the model states, memory is exceeded already on {', '.join(shortages)}. Give those "
+            "ranks fewer tokens or samples, or use shorter sequences or activation checkpointing."
         )
     if sum(room_bytes) < partitioned:
         raise PlanError(

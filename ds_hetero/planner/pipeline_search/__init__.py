@@ -1,1 +1,1 @@
-"""The search for pipelines: exact cuts and batches, starts, moves, a bound, the exact optimum of small clusters."""
+"""Parts of the search for pipelines: layer cuts, split of the batch, starts, moves, refinement, a lower bound."""

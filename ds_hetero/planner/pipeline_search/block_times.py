@@ -1,4 +1,7 @@
-"""Times of a pipeline's blocks: stages, and sends between neighbouring ones."""
+"""Look up the costs of a pipeline's blocks in the cost model: stages, and sends between neighbouring stages.
+
+Dimension key: S stages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ds_hetero.cost.stages.stage import DeviceBlock, StageCosts, StageOption
 def stage_options(
     costs: StageCosts, blocks: tuple[DeviceBlock, ...], micro_batch_size: int, pipelines: int
 ) -> list[StageOption] | None:
-    """Return the times of a pipeline's stages; None if some block cannot run one."""
+    """Return times and memory of every stage of a pipeline; None if a block cannot run a stage."""
     options = []
     for block in blocks:
         option = costs.of_block(block, micro_batch_size, pipelines)
@@ -24,19 +27,21 @@ def stage_options(
 
 
 def links_between(costs: StageCosts, blocks: tuple[DeviceBlock, ...]) -> tuple[int, ...]:
-    """Class of the link between neighbouring stages, ``[S - 1]``; of several links the slowest."""
+    """Return the slowest link class between every two neighbouring stages, as S - 1 indices of link classes."""
     return tuple(_link_between(costs, a, b) for a, b in pairwise(blocks))
 
 
 def _link_between(costs: StageCosts, a: DeviceBlock, b: DeviceBlock) -> int:
+    """Return the index into `Cluster.link_classes` of the slowest link between two blocks."""
     cluster = costs.cluster
     if not (a.others or b.others):
         return int(cluster.link_class[a.node, b.node])
-    classes = {int(cluster.link_class[of_a.node, of_b.node]) for of_a, of_b in product(a.parts, b.parts)}
+    classes = {int(cluster.link_class[part_a.node, part_b.node]) for part_a, part_b in product(a.parts, b.parts)}
     return min(classes, key=lambda link_class: cluster.link_classes[link_class].bytes_per_s)
 
 
 def hops_s(costs: StageCosts, blocks: tuple[DeviceBlock, ...], links: tuple[int, ...], micro_batch_size: int) -> Floats:
-    """Seconds of sends between neighbouring stages, ``[S - 1]``."""
+    """Return the seconds of one send between every two neighbouring stages, ``[S - 1]``; see `StageCosts.hop_s`."""
     neighbours = zip(links, blocks, blocks[1:], strict=False)
-    return np.array([costs.hop_s(link, a, b, micro_batch_size) for link, a, b in neighbours], dtype=np.float64)
+    seconds = [costs.hop_s(link, source, target, micro_batch_size) for link, source, target in neighbours]
+    return np.array(seconds, dtype=np.float64)

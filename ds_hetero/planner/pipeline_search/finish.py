@@ -1,4 +1,8 @@
-"""The last steps of a plan: more micro-batches in flight where they hide hops, ranks, memory, the plan file's value."""
+"""Complete the plan of a search for execution: micro-batches in flight, ranks, memory, and the `Plan` of a plan file.
+
+By default a stage has as many micro-batches in flight as 1F1B needs: the number of stages from this one to the last.
+With more micro-batches in flight slow sends are hidden, where memory allows them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageCosts
@@ -18,121 +23,139 @@ from ds_hetero.values.plans.timetable import default_in_flight
 from ds_hetero.values.schedule import Schedule
 
 # Chosen, never measured.
-MORE_IN_FLIGHT = (1, 3)  # micro-batches beyond 1F1B's own that are tried
-LEAST_KEEPING_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps activations of more micro-batches
-NEAR_CRITICAL_FRACTION = 0.9  # of the slowest pipeline's time, from which on a pipeline may keep more
+MORE_IN_FLIGHT = (1, 3)  # numbers of additional micro-batches in flight that are tried
+LEAST_KEEPING_GAIN = 1e-3  # share of a pipeline's time that additional micro-batches in flight must save
+NEAR_CRITICAL_FRACTION = 0.9  # pipelines that take less than this share of the slowest one's time keep the default
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A candidate with everything that its execution needs."""
+    """A plan with its micro-batches in flight, and its times with them."""
 
-    candidate: PlanCandidate  # by the last word of the cost model
-    in_flight: tuple[tuple[int, ...], ...]  # by pipeline and stage
-    pipeline_s: tuple[float, ...]  # of every pipeline
-    step_s: float  # of the whole step
+    candidate: PlanCandidate  # evaluated with exact times
+    in_flight: tuple[tuple[int, ...], ...]  # micro-batches in flight, by pipeline and stage
+    pipeline_s: tuple[float, ...]  # time of every pipeline
+    step_s: float  # time of the whole step
 
     @property
-    def pipelines_s(self) -> float:
-        """The slowest pipeline."""
+    def slowest_pipeline_s(self) -> float:
+        """Time of the slowest pipeline."""
         return max(self.pipeline_s)
 
     @property
     def makeups(self) -> list[list[int]]:
-        """Pipelines that are alike in kinds, layers and batches."""
-        alike: dict[object, list[int]] = {}
+        """Indices of the pipelines, grouped by equal kinds of devices, layers and micro-batches."""
+        indices: dict[object, list[int]] = {}
         for i, pipeline in enumerate(self.candidate.placed):
             kinds = tuple((block.kind, block.size, block.inner, block.others) for block in pipeline.blocks)
-            alike.setdefault((kinds, *pipeline[1:]), []).append(i)
-        return list(alike.values())
+            batches = pipeline.layers, pipeline.micro_batch_size, pipeline.micro_batches
+            indices.setdefault((kinds, *batches), []).append(i)
+        return list(indices.values())
 
 
 def finish(costs: StageCosts, candidate: PlanCandidate) -> Finished:
-    """Choose micro-batches in flight (a published cost model knows 1F1B's alone), and time every pipeline."""
+    """Choose the micro-batches in flight of every stage, and time every pipeline with them."""
+    # Pipelines with equal layers and micro-batches are timed once.
     pairs = list(zip(candidate.cuts, candidate.micro_batches, strict=True))
-    choices: dict[tuple[LayerCut, int], tuple[tuple[int, ...], float]] = {}  # in flight, and the pipeline's time
+    choices: dict[tuple[LayerCut, int], _InFlight] = {}
     for cut, number in dict.fromkeys(pairs):
-        choices[cut, number] = default_in_flight(len(cut.layers)), costs.pipeline_s(*cut.times, number)
-    # Owners by weight get the memory that 1F1B's own number leaves, and published cost models know that number alone.
+        choices[cut, number] = _InFlight(default_in_flight(len(cut.layers)), costs.pipeline_s(*cut.times, number))
+    # Other cost models keep 1F1B's default. With weighted owners, the weights already use the memory that the default
+    # leaves free; published cost models know the default alone.
     if costs.owners == "even":
-        late_s = NEAR_CRITICAL_FRACTION * max(seconds for _, seconds in choices.values())
+        critical_s = NEAR_CRITICAL_FRACTION * max(choice.pipeline_s for choice in choices.values())
         for (cut, number), shape in dict(zip(pairs, candidate.shapes, strict=True)).items():
-            _, seconds = choices[cut, number]
-            if seconds >= late_s:
-                most = most_in_flight(costs, shape, cut, len(candidate.shapes))
-                choices[cut, number] = _best_in_flight(costs, cut, number, most, seconds)
-    chosen = [choices[pair] for pair in pairs]
-    times = [seconds for _, seconds in chosen]
-    last = candidate.cuts[times.index(max(times))]
+            default = choices[cut, number]
+            if default.pipeline_s >= critical_s:
+                limits = max_in_flight(costs, shape, cut, len(candidate.shapes))
+                choices[cut, number] = _best_in_flight(costs, cut, number, limits, default)
+    in_flight = [choices[pair] for pair in pairs]
+    pipeline_s = [choice.pipeline_s for choice in in_flight]
+    slowest = candidate.cuts[pipeline_s.index(max(pipeline_s))]
     return Finished(
         candidate=candidate,
-        in_flight=tuple(in_flight for in_flight, _ in chosen),
-        pipeline_s=tuple(times),
-        step_s=costs.step_s(max(times), candidate.sync, last.overlap_s),
+        in_flight=tuple(choice.by_stage for choice in in_flight),
+        pipeline_s=tuple(pipeline_s),
+        step_s=costs.step_s(max(pipeline_s), candidate.sync, slowest.overlap_s),
     )
 
 
-def most_in_flight(costs: StageCosts, shape: Shape, cut: LayerCut, pipelines: int) -> tuple[int, ...]:
-    """Micro-batches in flight that fit into the memory of every stage, not rising from stage to stage."""
+class _InFlight(NamedTuple):
+    """Micro-batches in flight of one pipeline."""
+
+    by_stage: tuple[int, ...]
+    pipeline_s: float  # the pipeline's time with them
+
+
+def max_in_flight(costs: StageCosts, shape: Shape, cut: LayerCut, pipelines: int) -> tuple[int, ...]:
+    """Return by stage how many micro-batches in flight memory allows, never more than on the stage before.
+
+    The default of 1F1B is always allowed, since the search has checked it.
+    """
     options = stage_options(costs, shape.blocks, shape.micro_batch_size, pipelines)
     assert options is not None
     last = len(cut.layers) - 1
-    most = []
+    limits = []
     for j, (option, layers) in enumerate(zip(options, cut.layers, strict=True)):
-        most.append(max(last + 1 - j, option.most_in_flight(layers, j == 0, j == last)))
-    return tuple(accumulate(most, min))
+        default = last + 1 - j
+        limits.append(max(default, option.max_in_flight(layers, j == 0, j == last)))
+    return tuple(accumulate(limits, min))
 
 
 def _best_in_flight(
-    costs: StageCosts, cut: LayerCut, micro_batches: int, most: Sequence[int], default_s: float
-) -> tuple[tuple[int, ...], float]:
-    """Micro-batches in flight by stage, and the pipeline's time with them.
+    costs: StageCosts, cut: LayerCut, micro_batches: int, limits: Sequence[int], default: _InFlight
+) -> _InFlight:
+    """Return the micro-batches in flight with the shortest time: those of the default, or a few more.
 
-    Four stages have 4, 3, 2 and 1 by default. With one more each they have 5, 4, 3 and 1, since the last stage goes
-    backward at once: a hop of the length of a forward is then hidden, for one micro-batch's activations more.
+    Four stages have 4, 3, 2 and 1 by default. With one more each they have 5, 4, 3 and 1, since the last stage runs
+    every backward at once. A send that takes as long as a forward is then hidden; it costs the activations of one more
+    micro-batch.
 
     Args:
-        most: what memory allows, by stage.
+        limits: micro-batches in flight that memory allows, by stage.
     """
-    default = default_in_flight(len(cut.layers))
-    if most == default:
-        return default, default_s
-    best, best_s = default, default_s
+    if limits == default.by_stage:
+        return default
+    best = default
     for more in MORE_IN_FLIGHT:
-        raised = []
-        for number, limit in zip(default[:-1], most[:-1], strict=True):
-            raised.append(max(min(number + more, limit, micro_batches), number))
-        in_flight = (*raised, 1)
-        if in_flight == default:
+        in_flight = []
+        for number, limit in zip(default.by_stage[:-1], limits[:-1], strict=True):
+            in_flight.append(max(min(number + more, limit, micro_batches), number))
+        by_stage = (*in_flight, 1)
+        if by_stage == default.by_stage:
             continue
-        seconds = costs.pipeline_s(*cut.times, micro_batches, in_flight)
-        if seconds < best_s * (1 - LEAST_KEEPING_GAIN):
-            best, best_s = in_flight, seconds
-    return best, best_s
+        seconds = costs.pipeline_s(*cut.times, micro_batches, by_stage)
+        if seconds < best.pipeline_s * (1 - LEAST_KEEPING_GAIN):
+            best = _InFlight(by_stage, seconds)
+    return best
 
 
 def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[tuple[float, ...]]]:
-    """Peak memory of one device of every part of every stage, by pipeline."""
+    """Return the peak memory of a device by pipeline, stage and part of the stage (devices of one kind and node)."""
     by_pipeline = []
-    owned_bytes = iter(costs.owned_bytes(finished.candidate.placed))  # part by part, of all pipelines
+    owned_bytes = iter(costs.owned_bytes(finished.candidate.placed))  # by pipeline, stage and part, in one sequence
     for placed, in_flight in zip(finished.candidate.placed, finished.in_flight, strict=True):
         options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.shapes))
         assert options is not None
         last = len(placed.layers) - 1
         by_stage = []
         for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True)):
-            kept = costs.kept_in_flight(in_flight[j])
-            needs = []
+            num_kept = costs.kept_in_flight(in_flight[j])  # micro-batches whose activations count
+            need_bytes = []
             for part in option.parts:
-                need = part.memory_bytes(layers, j == 0, j == last, kept, placed.micro_batches)
-                needs.append(need + next(owned_bytes))
-            by_stage.append(tuple(needs))
+                need = part.memory_bytes(layers, j == 0, j == last, num_kept, placed.micro_batches)
+                need_bytes.append(need + next(owned_bytes))
+            by_stage.append(tuple(need_bytes))
         by_pipeline.append(by_stage)
     return by_pipeline
 
 
 def memory_by_rank(costs: StageCosts, finished: Finished, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, float]:
-    """Peak memory of every rank, ascending; ``ranks`` are those of every stage, by pipeline."""
+    """Return the peak memory of every rank that works, by ascending rank.
+
+    Args:
+        ranks: ranks of every stage, by pipeline and stage.
+    """
     pool_of_rank = costs.pools.of_rank
     by_rank: dict[int, float] = {}
     needs = memory_bytes(costs, finished)
@@ -146,7 +169,7 @@ def memory_by_rank(costs: StageCosts, finished: Finished, ranks: Sequence[Sequen
 
 
 def to_plan(costs: StageCosts, finished: Finished) -> Plan:
-    """Return the value of the plan file, with what it predicts."""
+    """Return the plan as the value that a plan file holds: ranks, layers, owners of optimizer state, predictions."""
     candidate, model = finished.candidate, costs.model
     placed = candidate.placed
     ranks = ranks_of_blocks(costs.pools, [pipeline.blocks for pipeline in placed])
@@ -166,14 +189,14 @@ def to_plan(costs: StageCosts, finished: Finished) -> Plan:
 def _to_pipeline(
     costs: StageCosts, pipeline: PlacedPipeline, ranks: Sequence[tuple[int, ...]], in_flight: Sequence[int]
 ) -> Pipeline:
-    """The value of one pipeline; ``ranks`` and ``in_flight`` by stage."""
-    cuts = list(accumulate(pipeline.layers, initial=0))
+    """Return one pipeline as a plan file has it; ``ranks`` and ``in_flight`` are by stage."""
+    first_layers = list(accumulate(pipeline.layers, initial=0))  # of every stage, and of one behind the last
     default = default_in_flight(len(pipeline.layers))
     stages = []
     for j, block in enumerate(pipeline.blocks):
         stage = Stage(
             ranks=tuple(sorted(ranks[j])),
-            layers=(cuts[j], cuts[j + 1]),
+            layers=(first_layers[j], first_layers[j + 1]),
             inner=block.inner,
             schedule=_schedule(costs, pipeline.micro_batch_size, block, ranks[j]),
             in_flight=in_flight[j] if in_flight[j] != default[j] else None,
@@ -185,7 +208,7 @@ def _to_pipeline(
 
 
 def _predicted(costs: StageCosts, finished: Finished, memory_bytes: Mapping[int, float]) -> JsonDict:
-    """Content of the plan file's key of that name."""
+    """Return the predictions that a plan file keeps under its key ``predicted``."""
     samples = sum(pipeline.micro_batch_size * pipeline.micro_batches for pipeline in finished.candidate.placed)
     return {
         "cost_model": costs.name,
@@ -198,6 +221,7 @@ def _predicted(costs: StageCosts, finished: Finished, memory_bytes: Mapping[int,
 
 
 def _schedule(costs: StageCosts, micro_batch_size: int, block: DeviceBlock, ranks: tuple[int, ...]) -> Schedule | None:
+    """Return the schedule of a stage that shares sequences, on the stage's ranks; None for other stages."""
     if block.inner != "sequence":
         return None
     schedule = costs.schedule(block.parts, micro_batch_size)
@@ -208,7 +232,7 @@ def _schedule(costs: StageCosts, micro_batch_size: int, block: DeviceBlock, rank
 def _owner_weights(
     costs: StageCosts, placed: Sequence[PlacedPipeline], ranks: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[tuple[int, float], ...]:
-    """Weight of every rank as an owner, by ascending rank; empty if all own alike."""
+    """Return (rank, weight as an owner of optimizer state), by ascending rank; empty if all weights are equal."""
     weights = costs.owner_weights(placed)
     if weights is None or len(set(weights)) == 1:
         return ()

@@ -1,4 +1,4 @@
-"""Schedules of stages on unlike devices: tokens and heads by speed, from the search of schedules."""
+"""Find the schedule of a pipeline stage whose devices share sequences: tokens and heads of every device."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.values.schedule import Schedule
 
-# Parts of the budget of a search of schedules, of which a stage's search has one: stages are many. Chosen, never
-# measured.
+# The search of a stage's schedule gets one of so many parts of a usual budget, since there are many stages. Chosen,
+# never measured.
 STAGE_PARTS = 4
 
 
 class ScheduleFinder:
-    """Finds schedules for the layers of one model and one length of sequences, each once."""
+    """Finds schedules for a model and a sequence length; every set of devices is searched once."""
 
     def __init__(self) -> None:
-        self._found: dict[Cluster, Schedule | None] = {}
+        self._schedules: dict[Cluster, Schedule | None] = {}
 
     def __call__(self, cost: CalibratedCostModel) -> Schedule | None:
-        """Return the fastest schedule of a few devices; None if nothing fits.
+        """Return the fastest schedule of the devices of a stage; None if nothing fits into memory.
 
         Args:
             cost: the cost model of one layer on these devices.
         """
-        if cost.cluster not in self._found:
+        if cost.cluster not in self._schedules:
             problem, rank_of = make_problem(cost)
-            best_first = search(problem, EvaluationBudget.for_ranks(problem.num_ranks).split(STAGE_PARTS))
-            self._found[cost.cluster] = schedule_of(problem, best_first[0], rank_of) if best_first else None
-        return self._found[cost.cluster]
+            assignments = search(problem, EvaluationBudget.for_ranks(problem.num_ranks).split(STAGE_PARTS))
+            self._schedules[cost.cluster] = schedule_of(problem, assignments[0], rank_of) if assignments else None
+        return self._schedules[cost.cluster]

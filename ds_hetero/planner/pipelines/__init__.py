@@ -1,1 +1,1 @@
-"""Pipelines of unequal stages over unequal devices: the search over blocks, layers and micro-batches. No torch."""
+"""Plans of pipelines with unequal stages over unequal devices: made, compared, explained, re-planned. No torch."""

@@ -1,4 +1,4 @@
-"""A plan file under a cost model: its pipelines in blocks, and what they take."""
+"""Predict the time and memory of a given plan, for example of a plan file, under a cost model."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search.block_times import stage_options
 from ds_hetero.planner.pipeline_search.finish import Finished
-from ds_hetero.planner.pipeline_search.given_layers import judge_layers
+from ds_hetero.planner.pipeline_search.given_layers import evaluate_with_layers
 from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 from ds_hetero.planner.pipelines.explain import block_text, memory_text
 from ds_hetero.values.plans import Plan, Stage
 
 
 def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
-    """Refuse a plan of another model or cluster. Raises `PlanError`: the numbers of both."""
+    """Check that a plan is for this model and cluster. Raises `PlanError`, with the numbers of both, if it is not."""
     if plan.model is not None:
         for name in ("num_layers", "num_heads", "num_kv_heads"):
             planned, actual = getattr(plan.model, name), getattr(model, name)
             if planned != actual:
                 raise PlanError(
                     f"the plan is for a model with {name}={planned}, but {model.name} has {actual}. Give the model "
-                    "that it was made for, or plan again."
+                    "for which the plan was made, or plan again."
                 )
-    beyond = [rank for rank in plan.ranks if rank >= cluster.num_ranks]
-    if beyond:
+    missing = [rank for rank in plan.ranks if rank >= cluster.num_ranks]
+    if missing:
         raise PlanError(
-            f"the plan gives work to ranks {beyond}, but the cluster has ranks 0 to {cluster.num_ranks - 1}. Give the "
-            "cluster that it was made for, or plan again."
+            f"the plan gives work to ranks {missing}, but the cluster has ranks 0 to {cluster.num_ranks - 1}. Give the "
+            "cluster for which the plan was made, or plan again."
         )
 
 
 def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
-    """The pipelines of a plan in blocks. Raises `PlanError`: stages that span kinds, or too little is said."""
-    all_layers = plan.model.num_layers if plan.model else 0
+    """Return the pipelines of a plan with their blocks of devices, as the cost model takes them.
+
+    Raises:
+        PlanError: the plan lacks layers or micro-batches, or a stage spans kinds of devices without sharing sequences.
+    """
+    model_layers = plan.model.num_layers if plan.model else 0
     placed = []
     for i, pipeline in enumerate(plan.pipelines):
-        layers = tuple(stage.num_layers or all_layers for stage in pipeline.stages)
+        layers = tuple(stage.num_layers or model_layers for stage in pipeline.stages)
         if not all(layers) or not pipeline.micro_batch_size or not pipeline.micro_batches:
             raise PlanError(
-                f"pipelines[{i}] does not say its layers, micro_batch_size and micro_batches. Add them to the plan "
-                "file, as ds-hetero plan --parallel full --out writes them."
+                f"pipelines[{i}] lacks its layers, micro_batch_size or micro_batches. Add them to the plan file, as "
+                "ds-hetero plan --parallel full --out writes them."
             )
         blocks = [_block(f"pipelines[{i}].stages[{j}]", stage, pools) for j, stage in enumerate(pipeline.stages)]
         placed.append(PlacedPipeline(tuple(blocks), layers, pipeline.micro_batch_size, pipeline.micro_batches))
@@ -56,12 +60,17 @@ def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
 
 
 def _block(where: str, stage: Stage, pools: Pools) -> DeviceBlock:
-    """The devices of a stage. Raises `PlanError`: they are of several pools and do not share sequences."""
+    """Return the block of a stage. Raises `PlanError` if it spans kinds or nodes and does not share sequences.
+
+    Args:
+        where: place of the stage in the plan, for the error.
+    """
     counts = Counter(pools.of_rank[rank] for rank in stage.ranks)
     if len(counts) > 1 and stage.inner != "sequence":
         raise PlanError(
-            f"{where} spans devices of several kinds or nodes, ranks {list(stage.ranks)}; only a sequence stage may. "
-            "Tensor parallelism is judged on devices of one kind and node."
+            f"{where} spans devices of several kinds or nodes, ranks {list(stage.ranks)}; only a stage with inner "
+            '"sequence" may, since tensor parallelism is predicted for equal devices of one node. Give the stage ranks '
+            'of one node and kind, or inner "sequence".'
         )
     if len(counts) > 1:
         return DeviceBlock.of_parts([PoolPart(pool.kind, pool.node, count) for pool, count in counts.items()])
@@ -72,10 +81,16 @@ def _block(where: str, stage: Stage, pools: Pools) -> DeviceBlock:
 def judge_given(
     plan: Plan, cost_model: str, cluster: Cluster, model: ModelSpec, workload: Workload
 ) -> tuple[StageCosts, Finished]:
-    """Predict a plan with its recomputation and its optimizer owners. Raises `PlanError`: see `judge_plan`.
+    """Predict a plan, with the recomputation and the owners of optimizer state that the plan states.
+
+    Args:
+        cost_model: one of `ds_hetero.cost.stages.hexiscale.STAGE_COSTS`.
 
     Returns:
-        The cost model with what the plan says, and the prediction.
+        The cost model with this recomputation and these owners, and the plan with its predicted times.
+
+    Raises:
+        PlanError: see `judge_plan`.
     """
     if plan.activation_checkpointing is not None:
         workload = replace(workload, activation_checkpointing=plan.activation_checkpointing)
@@ -84,63 +99,72 @@ def judge_given(
 
 
 def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
-    """Predict a plan, with its own micro-batches in flight. Raises `PlanError`: another model, or no memory."""
+    """Predict the times of a plan, with the micro-batches in flight that the plan states.
+
+    Raises:
+        PlanError: the plan is for another model or cluster, or does not fit into memory.
+    """
     costs = with_owners_of(costs, plan)
     placed = placed_of(plan, costs.pools)
-    _keep_schedules(costs, plan, placed)
-    candidate = judge_layers(costs, objective, placed)
+    _use_schedules_of(plan, costs, placed)
+    candidate = evaluate_with_layers(costs, objective, placed)
     if candidate is None:
         raise PlanError(
             f"the plan does not fit {costs.model.name} with sequences of {costs.seq_len} tokens on this cluster under "
-            f"the {costs.name} cost model: {_misfit(costs, placed)}. Give the cluster that it was made for, or plan "
-            "again."
+            f"the {costs.name} cost model: {_misfit_text(costs, placed)}. Give the cluster for which the plan was "
+            "made, or plan again."
         )
-    in_flight, times = [], []
+    in_flight, pipeline_s = [], []
     for pipeline, cut, number in zip(plan.pipelines, candidate.cuts, candidate.micro_batches, strict=True):
         by_stage = tuple(pipeline.in_flight(j) for j in range(len(pipeline.stages)))
         in_flight.append(by_stage)
-        times.append(costs.pipeline_s(*cut.times, number, by_stage))
-    last = candidate.cuts[times.index(max(times))]
-    step_s = costs.step_s(max(times), candidate.sync, last.overlap_s)
-    return Finished(candidate, tuple(in_flight), tuple(times), step_s)
+        pipeline_s.append(costs.pipeline_s(*cut.times, number, by_stage))
+    slowest = candidate.cuts[pipeline_s.index(max(pipeline_s))]
+    step_s = costs.step_s(max(pipeline_s), candidate.sync, slowest.overlap_s)
+    return Finished(candidate, tuple(in_flight), tuple(pipeline_s), step_s)
 
 
-def _misfit(costs: StageCosts, placed: Sequence[PlacedPipeline]) -> str:
-    """The stage that cannot run, or the one that exceeds its devices' memory most."""
-    worst, text = 0.0, "owners of optimizer state have no room for it"
+def _misfit_text(costs: StageCosts, placed: Sequence[PlacedPipeline]) -> str:
+    """Say which stage cannot run, or which stage exceeds its devices' memory most."""
+    worst_bytes, text = 0.0, "owners of optimizer state have no room for it"
     for i, pipeline in enumerate(placed):
         last = len(pipeline.blocks) - 1
-        of_stages = zip(pipeline.blocks, pipeline.layers, costs.kept_by_default(last + 1), strict=True)
-        for j, (block, layers, kept) in enumerate(of_stages):
+        stages = zip(pipeline.blocks, pipeline.layers, costs.kept_by_default(last + 1), strict=True)
+        for j, (block, layers, in_flight) in enumerate(stages):
             options = stage_options(costs, (block,), pipeline.micro_batch_size, len(placed))
             where = f"stage {j} of pipeline {i}, {layers} layers on {block_text(costs, block)}"
             if options is None:
                 return f"{where}, cannot run: its devices do not divide the heads, or cannot share a sequence"
             for part in options[0].parts:
-                need = part.memory_bytes(layers, j == 0, j == last, kept)
-                if need - part.capacity_bytes > worst:
-                    worst = need - part.capacity_bytes
-                    text = f"{where}, needs {memory_text(part, need, first=j == 0, last=j == last)}"
+                need_bytes = part.memory_bytes(layers, j == 0, j == last, in_flight)
+                if need_bytes - part.capacity_bytes > worst_bytes:
+                    worst_bytes = need_bytes - part.capacity_bytes
+                    text = f"{where}, needs {memory_text(part, need_bytes, first=j == 0, last=j == last)}"
     return text
 
 
-def _keep_schedules(costs: StageCosts, plan: Plan, placed: Sequence[PlacedPipeline]) -> None:
-    """Judge sequence stages by the schedules of the plan."""
+def _use_schedules_of(plan: Plan, costs: StageCosts, placed: Sequence[PlacedPipeline]) -> None:
+    """Make the cost model use the plan's schedules of stages that share sequences, instead of searching schedules."""
     pool_of_rank = costs.pools.of_rank
 
-    def part_by_part(rank: int) -> tuple[int, int, int]:
+    def pool_by_pool(rank: int) -> tuple[int, int, int]:
+        """Sort key: ranks in the order of the parts of their block."""
         pool = pool_of_rank[rank]
         return pool.kind, pool.node, rank
 
-    for pipeline, blocks in zip(plan.pipelines, placed, strict=True):
-        for stage, block in zip(pipeline.stages, blocks.blocks, strict=True):
+    for pipeline, placed_pipeline in zip(plan.pipelines, placed, strict=True):
+        for stage, block in zip(pipeline.stages, placed_pipeline.blocks, strict=True):
             if stage.schedule is not None and block.size > 1:
-                schedule = stage.schedule.with_places(sorted(stage.ranks, key=part_by_part))
-                costs.keep_schedule(block.parts, blocks.micro_batch_size, schedule)
+                schedule = stage.schedule.with_places(sorted(stage.ranks, key=pool_by_pool))
+                costs.keep_schedule(block.parts, placed_pipeline.micro_batch_size, schedule)
 
 
 def with_owners_of(costs: StageCosts, plan: Plan) -> StageCosts:
-    """The cost model with the plan's owners of optimizer state. Raises `PlanError`: see `owners_of`."""
+    """Return the cost model with the plan's owners of optimizer state.
+
+    Raises:
+        PlanError: the plan is for another model or cluster; or see `owners_of`.
+    """
     check_given_plan(plan, costs.cluster, costs.model)
     if costs.owners is None:
         return costs
@@ -149,7 +173,11 @@ def with_owners_of(costs: StageCosts, plan: Plan) -> StageCosts:
 
 
 def owners_of(plan: Plan, pools: Pools) -> str | tuple[float, ...]:
-    """Owners of optimizer state, as `StageCosts` has them. Raises `PlanError`: alike devices have unlike weights."""
+    """Return the plan's owners of optimizer state: ``"even"``, or a weight for every part of every stage.
+
+    Raises:
+        PlanError: equal devices of a stage have different weights, or a weight is not positive.
+    """
     if plan.zero is None or not plan.zero.owner_weights:
         return "even"
     weight_of_rank = dict(plan.zero.owner_weights)

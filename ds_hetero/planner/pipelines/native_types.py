@@ -1,8 +1,7 @@
-"""Whether pipelines can train in 16 bits on a cluster.
+"""Refuse plans of pipelines in 16 bits on devices without bfloat16, where no job could run them.
 
 Pipelines train in bfloat16 or float32, not in float16 ("fp16" of `ds_hetero.frameworks.deepspeed.keys`), and a job in
-bfloat16 is refused on devices without hardware for it (`ds_hetero.job.native_types`). So no plan of pipelines in 16
-bits can run there.
+bfloat16 does not start on devices without hardware for it (`ds_hetero.job.bf16_support`).
 """
 
 from __future__ import annotations
@@ -20,27 +19,28 @@ _16_BITS = 2  # bytes of an element
 
 
 def expect_trainable(devices: Sequence[DeviceSpec], workload: Workload, plan: Plan | None = None) -> None:
-    """Refuse pipelines in 16 bits on devices that lack bfloat16. Raises `PlanError`: ranks, devices, what to change.
+    """Check that every device of a 16-bit workload has bfloat16. Raises `PlanError`, which lists devices without it.
 
     Args:
-        devices: of the cluster, by rank.
-        plan: that has been made; None where one is to be searched for, which may use every rank.
+        devices: devices of the cluster, by rank.
+        plan: the plan whose ranks are checked; None to check all ranks, before a plan is searched.
     """
     if workload.element_bytes != _16_BITS:
         return
     ranks = range(len(devices)) if plan is None else plan.ranks
-    lacking = ((rank, devices[rank].name) for rank in ranks if rank < len(devices) and _lacks_bf16(devices[rank]))
-    by_device = ranks_by_value(lacking)
-    if not by_device:
+    without_bf16 = ((rank, devices[rank].name) for rank in ranks if rank < len(devices) and _lacks_bf16(devices[rank]))
+    ranks_by_device = ranks_by_value(without_bf16)
+    if not ranks_by_device:
         return
-    listed = "; ".join(f"{name}, {ranks_text(of_ranks)}" for name, of_ranks in by_device.items())
+    devices_text = "; ".join(f"{name}, {ranks_text(device_ranks)}" for name, device_ranks in ranks_by_device.items())
     raise PlanError(
-        f"pipelines train in bf16 or fp32, not in fp16, and these devices have no bf16: {listed}. Leave them out of "
-        "the cluster; or plan one replica (--parallel sequence), and train it in fp16; or train in fp32, for which a "
-        'job with "parallel": "full" and without "bf16" plans its pipelines itself when it starts.'
+        f"pipelines need bf16 or fp32, and these devices have no bf16: {devices_text}. Leave them out of the cluster; "
+        'or plan one replica and train it in fp16 (--parallel sequence); or train in fp32: set "parallel": "full", '
+        'remove "bf16", and the job plans its pipelines at its start.'
     )
 
 
 def _lacks_bf16(device: DeviceSpec) -> bool:
+    """Whether the device has no hardware for bfloat16 and computes it in float32, by the catalogue."""
     entry = CATALOGUE.get(device.name)
     return entry is not None and entry.bf16_flops_per_s is not None

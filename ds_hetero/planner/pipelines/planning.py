@@ -1,8 +1,9 @@
-"""The front door: a cluster, a model, a length and a global batch in; a plan of pipelines and the reasons for it out.
+"""Plan pipelines of unequal stages for a cluster, a model, a sequence length and a global batch.
 
 Uniform grids and pure sequence parallelism are always candidates, and so are HexiScale's and Tangram's plans where
-their searches are cheap (`rivals`): a plan is never slower than the best of them under the same cost model. The search
-begins at those plans, under the choice of recomputation with the best of them.
+their searches are cheap (`published_starts`). So under the same cost model the chosen plan is never slower than the
+best of these. There is one cost model with and one without recomputation. The search begins at the published planners'
+plans, first under the cost model with the best of these plans.
 """
 
 from __future__ import annotations
@@ -26,44 +27,55 @@ from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate,
 from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
 from ds_hetero.planner.pipeline_search.search import Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
+from ds_hetero.planner.pipelines.baselines import best_grid, best_sequence, predicted_step_s
 from ds_hetero.planner.pipelines.explain import nothing_fits, reasons_of
-from ds_hetero.planner.pipelines.rivals import best_grid, best_sequence, other_plans, predicted_step_s
+from ds_hetero.planner.pipelines.published_starts import published_starts
 from ds_hetero.planner.published.registry import expect_describable, find_planner
-from ds_hetero.planner.results.pipelines import PlannedPipelines, Rival
+from ds_hetero.planner.results.pipelines import BaselinePlan, PlannedPipelines
 from ds_hetero.values.plans import Plan
 
 # Chosen, never measured alone; `python -m benchmarks.pipelines_planner exact` and ``growth`` say what plans with them
 # miss.
-MICRO_BATCH_SIZES = (1, 2, 4)
-FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
-SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation
-FIRST_SHARE = 0.1  # of the effort, for a first plan, and for all that follows an interrupt before the search
-OWNERS_SHARE = 0.1  # of the effort, for the search with owners of optimizer state fitted to memory
+MICRO_BATCH_SIZES = (1, 2, 4)  # samples of a micro-batch
+MAX_FINISHED_PLANS = 2  # most plans of a search for which micro-batches in flight are chosen
+# Shares of the effort of a search:
+SECOND_SHARE = 0.5  # for the search under the second cost model
+FIRST_SHARE = 0.1  # for a first plan, and for the search after an interrupt by the user
+OWNERS_SHARE = 0.1  # for the search with owners of optimizer state fitted to memory
 
 
-_Found = tuple[StageCosts, SearchResult]
-_Begun = tuple[StageCosts, tuple[PlanCandidate, ...]]
-"""A cost model, and other planners' plans under it, best first."""
+class _SearchStart(NamedTuple):
+    """A cost model, and published planners' plans at which the search under it begins."""
+
+    costs: StageCosts
+    plans: tuple[PlanCandidate, ...]  # best first
+
+
+class _SearchOutcome(NamedTuple):
+    """A cost model, and the result of the search under it."""
+
+    costs: StageCosts
+    result: SearchResult
 
 
 @dataclass(frozen=True, slots=True)
 class _Finalist:
-    """A candidate of one cost model, with micro-batches in flight chosen."""
+    """A plan that may be chosen, with its micro-batches in flight."""
 
-    costs: StageCosts
+    costs: StageCosts  # the cost model that predicted it
     finished: Finished
-    value: float
-    others: tuple[PlanCandidate, ...]
+    value: float  # value of the objective
+    others: tuple[PlanCandidate, ...]  # other plans of the same search, best first
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Task of a search."""
+    """Batch and objective of one request, the same in all its searches."""
 
     global_batch: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # samples of a micro-batch that are tried
     objective: Objective
-    progress: Progress | None
+    progress: Progress | None  # called with every better plan
 
 
 def plan_pipelines(
@@ -81,25 +93,29 @@ def plan_pipelines(
     progress: Progress | None = None,
     planner: str | None = None,
     from_published: bool = True,
+    with_sequence: bool = True,
 ) -> PlannedPipelines:
-    """Search pipelines of unequal stages.
+    """Search the best plan of pipelines of unequal stages.
 
     Args:
-        cluster: all devices; some may stay idle.
+        cluster: all devices; the plan may leave some idle.
         workload: length, attention and loss. Batches and recomputation are chosen here.
-        costs: the cost model, which fixes recomputation; left out, the calibrated one with and without it.
+        costs: the cost model, which fixes recomputation; left out, the calibrated one, with and without recomputation.
         objective: one of `ds_hetero.cost.objective.OBJECTIVES`.
-        at_most_s: longest step that is acceptable.
-        inners: ways in which ranks of a stage may share its work, where ``costs`` is left out.
-        effort_s: of the search, in seconds of a usual core by a count of evaluations.
+        at_most_s: longest step that is acceptable; None for any.
+        micro_batch_sizes: samples of a micro-batch that are tried.
+        inners: ways in which the ranks of a stage may share its work, if ``costs`` is left out.
+        effort_s: effort of the search, counted as `Evaluator.spent_s`; left out, `default_effort_s`.
         progress: called with every better plan.
-        planner: a published planner of pipelines that takes the place of the search; grids and sequence parallelism
-            are only compared with then.
-        from_published: the search begins also at published planners' plans where these are cheap.
+        planner: name of a published planner of pipelines that replaces the search; grids and sequence parallelism are
+            then baselines only, and are never chosen.
+        from_published: whether the search also begins at published planners' plans, where these are cheap.
+        with_sequence: whether sequence parallelism over all devices is a candidate, too.
 
     Raises:
-        PlanError: nothing fits, and the message says by how much; the global batch cannot be made up; the objective
-            lacks a price; or the planner is unknown or cannot describe the cluster or the model.
+        PlanError: nothing fits (the message says by how much); no numbers of micro-batches give the global batch; a
+            price or power that the objective needs is missing; or the planner is unknown or cannot describe the cluster
+            or the model.
     """
     started = time.perf_counter()
     check_global_batch(global_batch, micro_batch_sizes)
@@ -109,81 +125,95 @@ def plan_pipelines(
     models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload, inners)
     effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
     if planner is None:
-        searched = _searched(models, task, effort_s, fit_owners=costs is None, from_published=from_published)
+        outcome = _search_all(models, task, effort_s, fit_owners=costs is None, from_published=from_published)
     else:
-        searched = _Searched(_of_published(planner, models, task), False, 0, ())
-    finalists, interrupted = searched.finalists, searched.interrupted
-    rivals: dict[str, Rival] = {}
+        outcome = _Outcome(_published_finalists(planner, models, task), False, 0, ())
+    finalists, interrupted = outcome.finalists, outcome.interrupted
+    baselines: dict[str, BaselinePlan] = {}
     try:
-        rivals["grid"] = _best_grid(models, task, finalists if planner is None else [])
-        if costs is None and "sequence" in inners:
-            known = min((finalist.value for finalist in finalists), default=inf)
-            rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal, known)
+        baselines["grid"] = _best_grid(models, task, finalists if planner is None else [])
+        if with_sequence and costs is None and "sequence" in inners:
+            best_value = min((finalist.value for finalist in finalists), default=inf)
+            baselines["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal, best_value)
     except KeyboardInterrupt:
         if not finalists:
             raise
         interrupted = True
-    best, plan, value, reasons = _winner(finalists, None if planner else rivals.get("sequence"))
-    if plan is None and planner is not None:
+    winner = _choose_winner(finalists, None if planner else baselines.get("sequence"))
+    if winner is None and planner is not None:
         raise PlanError(
-            f"planner {planner}: none of its plans fits into memory and makes up the batch. "
-            "Leave --planner out, change the batch, or use shorter sequences."
+            f"planner {planner}: none of its plans fits into memory with {global_batch} samples per step. "
+            "Leave --planner out, change the global batch, or use shorter sequences."
         )
-    if plan is None:
+    if winner is None:
         raise PlanError(nothing_fits(models, at_most_s))
+    plan, finalist = winner.plan, winner.finalist
     return PlannedPipelines(
         plan=plan,
-        costs=models[0] if best is None else best.costs,
-        finished=None if best is None else best.finished,
+        costs=models[0] if finalist is None else finalist.costs,
+        finished=None if finalist is None else finalist.finished,
         objective=goal,
-        value=value,
+        value=winner.value,
         global_batch=global_batch,
         search_s=time.perf_counter() - started,
         step_s=predicted_step_s(plan),
         tokens=global_batch * workload.seq_len,
         idle_ranks=tuple(sorted(set(range(cluster.num_ranks)) - set(plan.ranks))),
-        num_evaluated=searched.num_evaluated,
+        num_evaluated=outcome.num_evaluated,
         interrupted=interrupted,
-        rivals=rivals,
-        reasons=(*reasons, *searched.reasons),
+        baselines=baselines,
+        reasons=(*winner.reasons, *outcome.reasons),
         planner=planner,
     )
 
 
-class _Searched(NamedTuple):
-    """Result of a search."""
+class _Outcome(NamedTuple):
+    """Result of the searches under all cost models."""
 
-    finalists: list[_Finalist]  # that may win
-    interrupted: bool  # by the user
-    num_evaluated: int  # plans looked at
-    reasons: tuple[str, ...]  # what the reader should know of the search
+    finalists: list[_Finalist]  # plans that may be chosen
+    interrupted: bool  # whether the user stopped the search
+    num_evaluated: int  # number of plans that were evaluated
+    reasons: tuple[str, ...]  # sentences about the search for the reader of the plan
 
 
-def _searched(
+def _search_all(
     models: Sequence[StageCosts], task: _Task, effort_s: float, *, fit_owners: bool, from_published: bool
-) -> _Searched:
-    """Search under all models."""
+) -> _Outcome:
+    """Search under every cost model.
+
+    Args:
+        fit_owners: whether to search once more with fitted owners of optimizer state if nothing fits.
+        from_published: whether to begin at published planners' plans.
+    """
     interrupted = False
-    begun: list[_Begun] = [(costs, ()) for costs in models]
+    starts = [_SearchStart(costs, ()) for costs in models]
     try:
         _report_first(models[0], task, effort_s * FIRST_SHARE)
         if from_published:
-            begun = _with_others(models, task)
+            starts = _starts_from_published(models, task)
     except KeyboardInterrupt:
         interrupted, effort_s = True, effort_s * FIRST_SHARE
-    results = _search(begun, task, effort_s)
-    if fit_owners and not results:
-        results += _with_fitted_owners(models, task, effort_s)
-    finalists = [finalist for tried, result in results for finalist in _finalists(tried, task.objective, result)]
-    finalists += [_finalist(costs, task.objective, plan) for costs, others in begun for plan in others]
-    stopped = interrupted or any(result.interrupted for _, result in results)
-    starts = any(others for _, others in begun)
-    reasons = ("the search began also at plans of published planners",) if starts else ()
-    return _Searched(finalists, stopped, sum(result.num_evaluated for _, result in results), reasons)
+    outcomes = _search(starts, task, effort_s)
+    if fit_owners and not outcomes:
+        outcomes += _with_fitted_owners(models, task, effort_s)
+    finalists: list[_Finalist] = []
+    for outcome in outcomes:
+        finalists += _finalists(outcome, task.objective)
+    for start in starts:
+        finalists += [_finalist(start.costs, task.objective, plan) for plan in start.plans]
+    any_interrupted = interrupted or any(outcome.result.interrupted for outcome in outcomes)
+    has_published_starts = any(start.plans for start in starts)
+    reasons = ("the search began also at plans of published planners",) if has_published_starts else ()
+    num_evaluated = sum(outcome.result.num_evaluated for outcome in outcomes)
+    return _Outcome(finalists, any_interrupted, num_evaluated, reasons)
 
 
-def _of_published(name: str, models: Sequence[StageCosts], task: _Task) -> list[_Finalist]:
-    """Plans of a published planner, with and without recomputation."""
+def _published_finalists(name: str, models: Sequence[StageCosts], task: _Task) -> list[_Finalist]:
+    """Return the plans of a published planner, one under each cost model under which it finds a plan.
+
+    Raises:
+        PlanError: the planner is unknown, or cannot plan the cluster or the model.
+    """
     planner = find_planner(name, "pipelines")
     expect_describable(planner, models[0].cluster, models[0].model)
     assert planner.pipelines is not None
@@ -191,106 +221,149 @@ def _of_published(name: str, models: Sequence[StageCosts], task: _Task) -> list[
     return [_finalist(costs, task.objective, plan) for costs, plan in plans if plan is not None]
 
 
-def _winner(
-    finalists: Sequence[_Finalist], sequence: Rival | None
-) -> tuple[_Finalist | None, Plan | None, float, list[str]]:
-    """The best pipelines, or pure sequence parallelism where that is better; its plan, its value and the reasons."""
-    fitting = (each for each in finalists if each.value < TOO_LONG)
-    best = min(fitting, key=lambda finalist: finalist.value, default=None)
-    least = TOO_LONG if best is None else best.value
-    if sequence is not None and sequence.value is not None and sequence.value < least:
-        return None, sequence.plan, sequence.value, [f"{sequence.name} is faster than any pipeline found"]
+class _Winner(NamedTuple):
+    """The chosen plan, with its value and the reasons for it."""
+
+    plan: Plan
+    finalist: _Finalist | None  # None if pure sequence parallelism won
+    value: float  # value of the objective
+    reasons: list[str]  # sentences that say why the plan looks as it does
+
+
+def _choose_winner(finalists: Sequence[_Finalist], sequence: BaselinePlan | None) -> _Winner | None:
+    """Choose the best finalist, or pure sequence parallelism if that is better; None if nothing fits.
+
+    Args:
+        sequence: the plan of pure sequence parallelism; None if it may not be chosen.
+    """
+    acceptable = (finalist for finalist in finalists if finalist.value < TOO_LONG)
+    best = min(acceptable, key=lambda finalist: finalist.value, default=None)
+    best_value = TOO_LONG if best is None else best.value
+    if sequence is not None and sequence.value is not None and sequence.value < best_value:
+        assert sequence.plan is not None
+        return _Winner(sequence.plan, None, sequence.value, [f"{sequence.name} is faster than any pipeline found"])
     if best is None:
-        return None, None, least, []
+        return None
     reasons = reasons_of(best.costs, best.finished, best.value, best.others)
-    return best, to_plan(best.costs, best.finished), best.value, reasons
+    return _Winner(to_plan(best.costs, best.finished), best, best.value, reasons)
 
 
 def check_global_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> None:
-    """Refuse batches that no numbers of micro-batches make up. Raises `PlanError`: what would be accepted."""
+    """Check that micro-batches of one of the sizes add up to the global batch. Raises `PlanError` if they cannot."""
     expect_whole_number("global_batch", global_batch, 1, MAX_BATCH, PlanError)
     for size in micro_batch_sizes:
         expect_whole_number("micro_batch_size", size, 1, MAX_BATCH, PlanError)
     if not any(global_batch % size == 0 for size in micro_batch_sizes):
         raise PlanError(
             f"micro-batches of {' or '.join(map(str, micro_batch_sizes))} samples do not make up a global batch of "
-            f"{global_batch}. Use a multiple of them, or allow micro-batches of 1."
+            f"{global_batch}. Make the global batch a multiple of one of them, or allow micro-batches of 1."
         )
 
 
 def recomputing_or_not(
     cluster: Cluster, model: ModelSpec, workload: Workload, inners: Sequence[str] = INNERS
 ) -> list[StageCosts]:
-    """Return the calibrated cost model with the workload's choice of recomputation, and with the other one."""
-    other = replace(workload, activation_checkpointing=not workload.activation_checkpointing)
+    """Return the calibrated cost model with the workload's choice of recomputation, and with the other one.
+
+    Selective recomputation has no other one: only a user who has it names it.
+    """
     find = ScheduleFinder()  # one for both, since schedules do not depend on recomputation
-    return [CalibratedStageCosts(cluster, model, work, inners, find=find) for work in (workload, other)]
+    works = [workload]
+    if not workload.selective_checkpointing:
+        works.append(replace(workload, activation_checkpointing=not workload.activation_checkpointing))
+    return [CalibratedStageCosts(cluster, model, work, inners, find=find) for work in works]
 
 
 def _report_first(costs: StageCosts, task: _Task, effort_s: float) -> None:
-    """Tell of a first plan before other planners' plans are made, which takes longer."""
+    """Report the first plan that fits to ``task.progress``, since the plans of published planners take longer."""
     if task.progress is not None:
-        first = _search_of(costs, replace(task, progress=None), effort_s).first()
+        first = _make_search(costs, replace(task, progress=None), effort_s).first()
         if first is not None:
             task.progress(first, 0.0)
 
 
-def _with_others(models: Sequence[StageCosts], task: _Task) -> list[_Begun]:
-    """The models with other planners' plans, those first under which these are best."""
-    begun = [(costs, other_plans(costs, task.objective, task.global_batch, task.sizes)) for costs in models]
-    return sorted(begun, key=lambda each: min((plan.value for plan in each[1]), default=inf))
+def _starts_from_published(models: Sequence[StageCosts], task: _Task) -> list[_SearchStart]:
+    """Make the published planners' plans under every cost model; the cost model with the best of them comes first."""
+    starts = []
+    for costs in models:
+        plans = published_starts(costs, task.objective, task.global_batch, task.sizes)
+        starts.append(_SearchStart(costs, plans))
+
+    def best_value(start: _SearchStart) -> float:
+        return min((plan.value for plan in start.plans), default=inf)
+
+    return sorted(starts, key=best_value)
 
 
-def _search(begun: Sequence[_Begun], task: _Task, effort_s: float) -> list[_Found]:
-    """Search under every model, later ones from the plans of the earlier ones and with less effort."""
-    results: list[_Found] = []
-    for share, (costs, others) in zip((1.0, SECOND_SHARE), begun, strict=False):
-        warm = [result.best.shapes for _, result in results] + [plan.shapes for plan in others]
-        result = _search_of(costs, task, effort_s * share).run(warm)
+def _search(starts: Sequence[_SearchStart], task: _Task, effort_s: float) -> list[_SearchOutcome]:
+    """Search under up to two cost models; the second search begins at the first one's plan and has less effort."""
+    outcomes: list[_SearchOutcome] = []
+    for share, start in zip((1.0, SECOND_SHARE), starts, strict=False):
+        warm = [outcome.result.best.shapes for outcome in outcomes] + [plan.shapes for plan in start.plans]
+        result = _make_search(start.costs, task, effort_s * share).run(warm)
         if result is not None:
-            results.append((costs, result))
+            outcomes.append(_SearchOutcome(start.costs, result))
             if result.interrupted:
                 break
-    return results
+    return outcomes
 
 
-def _search_of(costs: StageCosts, task: _Task, effort_s: float) -> Search:
+def _make_search(costs: StageCosts, task: _Task, effort_s: float) -> Search:
     evaluate = Evaluator(costs, task.global_batch, task.objective)
     return Search(evaluate, task.sizes, costs.inners or INNERS[:1], effort_s, task.progress)
 
 
-def _with_fitted_owners(models: Sequence[StageCosts], task: _Task, effort_s: float) -> Iterator[_Found]:
-    """Search with owners of optimizer state fitted to memory: devices without room own less."""
+def _with_fitted_owners(models: Sequence[StageCosts], task: _Task, effort_s: float) -> Iterator[_SearchOutcome]:
+    """Search with owners of optimizer state fitted to memory: devices with less free memory own less of it."""
     for costs in models:
         fitted = costs.with_owners("fitted")
-        result = _search_of(fitted, task, effort_s * OWNERS_SHARE).run()
+        result = _make_search(fitted, task, effort_s * OWNERS_SHARE).run()
         if result is not None:
-            yield fitted, result
+            yield _SearchOutcome(fitted, result)
 
 
-def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) -> list[_Finalist]:
-    known = [result.best, *result.others]
-    plans = [plan for plan in known if can_be_placed(costs.pools, [shape.blocks for shape in plan.shapes])]
-    return [
-        _finalist(costs, objective, plan, tuple(plans[:i] + plans[i + 1 :])) for i, plan in enumerate(plans[:FINISHED])
-    ]
+def _finalists(outcome: _SearchOutcome, objective: Objective) -> list[_Finalist]:
+    """Return the best plans of a search as finalists, without plans whose stages cannot have the ranks they need.
+
+    A stage that shares sequences needs consecutive ranks.
+    """
+    costs, result = outcome
+    plans = []
+    for plan in (result.best, *result.others):
+        if can_be_placed(costs.pools, [shape.blocks for shape in plan.shapes]):
+            plans.append(plan)
+    finalists = []
+    for i, plan in enumerate(plans[:MAX_FINISHED_PLANS]):
+        others = tuple(plans[:i] + plans[i + 1 :])
+        finalists.append(_finalist(costs, objective, plan, others))
+    return finalists
 
 
 def _finalist(
     costs: StageCosts, objective: Objective, plan: PlanCandidate, others: tuple[PlanCandidate, ...] = ()
 ) -> _Finalist:
+    """Return a plan as a finalist: choose its micro-batches in flight, and compute its value with them.
+
+    Args:
+        others: other plans of the same search, best first.
+    """
     finished = finish(costs, plan)
     return _Finalist(costs, finished, value_of(objective, plan, finished.step_s), others)
 
 
-def _best_grid(models: Sequence[StageCosts], task: _Task, finalists: list[_Finalist]) -> Rival:
-    """The best uniform grid under any of the models, which becomes a finalist."""
-    rival = None
+def _best_grid(models: Sequence[StageCosts], task: _Task, finalists: list[_Finalist]) -> BaselinePlan:
+    """Return the best uniform grid under any of the cost models; add the best grid under each to ``finalists``."""
+    best = None
     for costs in models:
-        tried, candidate = best_grid(costs, task.objective, task.global_batch, task.sizes)
+        baseline, candidate = best_grid(costs, task.objective, task.global_batch, task.sizes)
         if candidate is not None and candidate.value < TOO_LONG:
             finalists.append(_Finalist(costs, finish(costs, candidate), candidate.value, ()))
-        if rival is None or (tried.value is not None and (rival.value is None or tried.value < rival.value)):
-            rival = tried
-    assert rival is not None
-    return rival
+        if best is None or _is_better(baseline, best):
+            best = baseline
+    assert best is not None
+    return best
+
+
+def _is_better(baseline: BaselinePlan, other: BaselinePlan) -> bool:
+    """Whether ``baseline`` has a plan, and a better one than ``other``."""
+    return baseline.value is not None and (other.value is None or baseline.value < other.value)

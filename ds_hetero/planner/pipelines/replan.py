@@ -1,10 +1,11 @@
-"""A new plan when devices are lost or added, from the parts of the old one, and what it takes to move to it.
+"""Plan again after devices were lost or added, starting from the old plan, and count the bytes that have to move.
 
-Pipelines that lost nothing keep their layers and take over the batch: this plan is there in milliseconds. Blocks that
-lost devices shrink to powers of two, in pipelines of their own or at the end of another one, and the search goes on
-from these plans for the rest of its effort.
+In the first plan, the pipelines that lost no device keep their layers and share the global batch; it is made within
+milliseconds. In others, stages that lost devices shrink to powers of two; they stay in their pipeline, or continue
+another one. The search begins at these plans and goes on until its effort is spent.
 
-Ranks of the new plan are those of the devices that are left, in their old order, with added ones behind.
+The new plan numbers the remaining devices in their old order, then the added devices. Example: of ranks 0 to 3, rank 1
+is lost and one device is added: the old ranks 0, 2 and 3 are 0, 1 and 2 now, and the added device is rank 3.
 """
 
 from __future__ import annotations
@@ -34,22 +35,27 @@ from ds_hetero.values.plans import Plan
 EFFORT_S = 0.25
 EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_SURVIVORS`
 MANY_SURVIVORS = 512
-FIRST_SHAPES = 3  # plans that the search begins at; chosen, never measured
-NOTHING = 1e-12  # of a layer; less is rounding
+MAX_FIRST_PLANS = 3  # most plans from remains of the old plan at which the search begins; chosen, never measured
+LEAST_PART = 1e-12  # fraction of a layer; less is rounding
 OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replanned:
-    """A new plan for the devices that are left."""
+    """A new plan for the remaining devices, and the bytes that have to move for it.
 
-    plan: Plan  # in new ranks
-    finished: Finished  # the same as the search sees it
-    rank_before: tuple[int | None, ...]  # old rank of every new one; None for added devices
-    first_s: float  # step of the plan that was there first
-    first_after_s: float  # time until it was there
-    search_s: float  # time in all
-    moved_bytes: dict[str, float]  # states to fetch by link; ``checkpoint`` where all that held them are lost
+    Args:
+        moved_bytes: bytes of model states that ranks have to fetch, by the name of the link; under ``checkpoint`` those
+            of which every holder is lost.
+    """
+
+    plan: Plan  # the new plan, with new ranks
+    finished: Finished  # the plan as the search sees it
+    rank_before: tuple[int | None, ...]  # old rank of every new rank; None for added devices
+    first_s: float  # predicted time of a step under the first plan
+    first_after_s: float  # time until the first plan was found
+    search_s: float  # time of the search
+    moved_bytes: dict[str, float]
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
@@ -74,60 +80,89 @@ def replan(
     effort_s: float | None = None,
     progress: Progress | None = None,
 ) -> Replanned:
-    """Plan again for the devices that are left. Raises `PlanError`: nothing fits, or ranks are unknown.
+    """Plan again for the devices that remain.
 
     Args:
-        make_costs: cost models for a cluster, the plan's own first; others recompute where it does not, or the like.
+        cluster: the cluster of the old plan.
+        make_costs: returns cost models for a cluster, for example with and without recomputation; that of the old plan
+            comes first.
+        lost: ranks of the old plan whose devices are gone.
+        added: devices that are new; None for none.
+        effort_s: effort of the search, counted as `Evaluator.spent_s`.
+        progress: called with every better plan.
+
+    Raises:
+        PlanError: nothing fits, a lost rank does not exist, or the plan is not for this cluster and model.
     """
     started = time.perf_counter()
     survivors = _survivors(cluster, lost)
-    models = make_costs(_joined(cluster.without(lost), added))
+    models = make_costs(_join_clusters(cluster.without(lost), added))
     check_given_plan(plan, cluster, models[0].model)
-    old, samples = _old_shapes(plan, models[0].pools, survivors)
-    shapes = tuple(pipeline.shape for pipeline in old)
-    goal = models[0].time_objective()
-    first: tuple[float, float] | None = None
-    finalists: list[tuple[StageCosts, Finished]] = []
+    remains, samples = _remains(plan, models[0].pools, survivors)
+    shapes = tuple(pipeline.shape for pipeline in remains)
+    objective = models[0].time_objective()
+    first: _FirstPlan | None = None
+    finalists: list[_Finalist] = []
     if effort_s is None:
         effort_s = EFFORT_OF_MANY_S if len(survivors) > MANY_SURVIVORS else EFFORT_S
     for costs in models:
-        evaluate = Evaluator(costs, samples, goal)
-        quick = Evaluator(costs, samples, goal, _old_layers(costs, old))
-        warm = next((found for found in map(quick, _shrunken(old)) if found is not None), None)
-        if warm is not None and first is None:
-            first = warm.step_s, time.perf_counter() - started
-        start = [] if warm is None else [warm.shapes, *itertools.islice(_shrunken(old), FIRST_SHAPES)]
-        result = _search(evaluate, shapes, start, effort_s / len(models), progress)
+        evaluate = Evaluator(costs, samples, objective)
+        evaluate_old_layers = Evaluator(costs, samples, objective, _old_layers(costs, remains))
+        candidates = map(evaluate_old_layers, _first_plans(remains))
+        first_that_fits = next((candidate for candidate in candidates if candidate is not None), None)
+        starts: list[Shapes] = []
+        if first_that_fits is not None:
+            first = first or _FirstPlan(first_that_fits.step_s, time.perf_counter() - started)
+            starts = [first_that_fits.shapes, *itertools.islice(_first_plans(remains), MAX_FIRST_PLANS)]
+        result = _search(evaluate, shapes, starts, effort_s / len(models), progress)
         if result is not None:
-            first = first or (result.first.step_s, time.perf_counter() - started)
-            finalists.append((costs, finish(costs, result.best)))
+            first = first or _FirstPlan(result.first.step_s, time.perf_counter() - started)
+            finished = finish(costs, result.best)
+            finalists.append(_Finalist(costs, finished, value_of(objective, finished.candidate, finished.step_s)))
     if first is None:
         raise PlanError(nothing_fits(models, None))
-    costs, finished = min(finalists, key=lambda one: value_of(goal, one[1].candidate, one[1].step_s))
-    new_plan = to_plan(costs, finished)
+    best = min(finalists, key=lambda finalist: finalist.value)
+    new_plan = to_plan(best.costs, best.finished)
     rank_before: tuple[int | None, ...] = (*survivors, *[None] * (0 if added is None else added.num_ranks))
     return Replanned(
         plan=new_plan,
-        finished=finished,
+        finished=best.finished,
         rank_before=rank_before,
-        first_s=first[0],
-        first_after_s=first[1],
+        first_s=first.step_s,
+        first_after_s=first.after_s,
         search_s=time.perf_counter() - started,
-        moved_bytes=moved_bytes(plan, new_plan, rank_before, costs),
+        moved_bytes=moved_bytes(plan, new_plan, rank_before, best.costs),
     )
+
+
+class _FirstPlan(NamedTuple):
+    """Predicted step of the first plan, and the time that it took to find this plan."""
+
+    step_s: float  # predicted time of its step
+    after_s: float  # time from the call until it was found
+
+
+class _Finalist(NamedTuple):
+    """The best plan under one cost model."""
+
+    costs: StageCosts
+    finished: Finished
+    value: float  # value of the objective
 
 
 def _search(
     evaluate: Evaluator, shapes: Shapes, warm: Sequence[Shapes], effort_s: float, progress: Progress | None
 ) -> SearchResult | None:
+    """Search from the plans ``warm``, with the inner parallelism and batch sizes of the old pipelines ``shapes``."""
     blocks = itertools.chain.from_iterable(shape.blocks for shape in shapes)
-    used = {block.inner for block in blocks if block.size > 1}
-    inners = ("tensor", "sequence") if "sequence" in used else ("tensor",)
+    old_inners = {block.inner for block in blocks if block.size > 1}
+    inners = ("tensor", "sequence") if "sequence" in old_inners else ("tensor",)
     sizes = sorted({1, *(shape.micro_batch_size for shape in shapes)})
-    return Search(evaluate, sizes, inners, effort_s, progress, last_word=2).run(warm)
+    return Search(evaluate, sizes, inners, effort_s, progress, num_finalists=2).run(warm)
 
 
 def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
+    """Return the ranks that remain. Raises `PlanError` if a lost rank does not exist, or if none remains."""
     unknown = sorted(rank for rank in set(lost) if not 0 <= rank < cluster.num_ranks)
     if unknown:
         raise PlanError(
@@ -143,7 +178,8 @@ def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
     return survivors
 
 
-def _joined(cluster: Cluster, added: Cluster | None) -> Cluster:
+def _join_clusters(cluster: Cluster, added: Cluster | None) -> Cluster:
+    """Return the cluster with the nodes of ``added`` after its other nodes."""
     if added is None:
         return cluster
     first_added = len(cluster.nodes)
@@ -152,15 +188,22 @@ def _joined(cluster: Cluster, added: Cluster | None) -> Cluster:
     return Cluster(nodes=nodes, network=cluster.network, links=(*cluster.links, *added_links))
 
 
-def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[list[_Old], int]:
-    """The old pipelines on devices that are left, without stages that span kinds or nodes, and the global batch."""
+def _remains(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[list[_PipelineRemains], int]:
+    """Return the remains of the old pipelines, and the global batch of the old plan.
+
+    A stage over several kinds or nodes is divided into a stage for each. Pipelines without any remaining device are
+    left out.
+
+    Raises:
+        PlanError: the plan lacks micro-batches.
+    """
     new_rank = {old: new for new, old in enumerate(survivors)}
-    shapes, samples = [], 0
+    remains, samples = [], 0
     for pipeline in plan.pipelines:
         if not pipeline.micro_batch_size or not pipeline.micro_batches:
             raise PlanError(
-                "the plan does not say micro_batch_size and micro_batches of its pipelines. Add them to the plan file, "
-                "as ds-hetero plan --parallel full --out writes them."
+                "the plan lacks micro_batch_size or micro_batches of its pipelines. Add them to the plan file, as "
+                "ds-hetero plan --parallel full --out writes them."
             )
         samples += pipeline.micro_batch_size * pipeline.micro_batches
         blocks: list[DeviceBlock] = []
@@ -168,105 +211,121 @@ def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[lis
             survivors_by_pool = Counter(pools.of_rank[new_rank[rank]] for rank in stage.ranks if rank in new_rank)
             inner = stage.inner if stage.inner != "one" and len(survivors_by_pool) == 1 else "tensor"
             for pool, devices in survivors_by_pool.items():
-                # A stage that lost nothing stays one block; the rest of another one is cut into powers of two.
+                # A stage that lost no device stays one block; other stages are cut into powers of two.
                 size = devices if devices == len(stage.ranks) else _power(devices)
                 blocks += cut_pool(pool, devices, size, inner)
         if not blocks:
             continue
         num_devices = sum(block.size for block in blocks)
-        is_whole = num_devices == len(pipeline.ranks) and len(blocks) == len(pipeline.stages)
-        layers = tuple(stage.num_layers or 0 for stage in pipeline.stages) if is_whole else ()
-        shapes.append(_Old(Shape(tuple(blocks), pipeline.micro_batch_size), layers))
-    return shapes, samples
+        is_undamaged = num_devices == len(pipeline.ranks) and len(blocks) == len(pipeline.stages)
+        layers = tuple(stage.num_layers or 0 for stage in pipeline.stages) if is_undamaged else ()
+        remains.append(_PipelineRemains(Shape(tuple(blocks), pipeline.micro_batch_size), layers))
+    return remains, samples
 
 
-class _Old(NamedTuple):
-    """Remains of an old pipeline."""
+class _PipelineRemains(NamedTuple):
+    """The part of an old pipeline on remaining devices."""
 
-    shape: Shape  # its blocks
-    layers: tuple[int, ...]  # of every stage; empty where it lost devices
+    shape: Shape  # blocks of remaining devices
+    layers: tuple[int, ...]  # layers of every stage; empty if the pipeline lost devices
 
 
-def _old_layers(costs: StageCosts, pipelines: Sequence[_Old]) -> LayerCuts:
-    """Cuts that keep the layers of pipelines which lost nothing, so that the first plan is there at once."""
+def _old_layers(costs: StageCosts, pipelines: Sequence[_PipelineRemains]) -> LayerCuts:
+    """Return cuts with the old layers of undamaged pipelines, so that the first plan needs no search for cuts."""
     cuts = LayerCuts(costs)
-    num_whole = sum(bool(layers) for _, layers in pipelines)
+    num_undamaged = sum(bool(layers) for _, layers in pipelines)
     for shape, layers in pipelines:
         if layers and all(layers):
-            cuts.keep(shape.blocks, shape.micro_batch_size, num_whole, layers)
+            cuts.keep(shape.blocks, shape.micro_batch_size, num_undamaged, layers)
     return cuts
 
 
 def _power(devices: int) -> int:
-    """The largest power of two that fits."""
+    """Return the largest power of two up to ``devices``."""
     return 1 << (devices.bit_length() - 1)
 
 
-def _shrunken(pipelines: Sequence[_Old]) -> Iterator[Shapes]:
-    """Plans that may still fit: at once those that need no new cut, then others, then fewer and fewer pipelines."""
-    whole = [shape for shape, layers in pipelines if layers]
+def _first_plans(pipelines: Sequence[_PipelineRemains]) -> Iterator[Shapes]:
+    """Yield plans made of the remains, in this order.
+
+    1. The pipelines that lost no device, which need no new cut of their layers.
+    2. All pipelines.
+    3. The undamaged pipelines, with the blocks of damaged ones as further stages at the end of the last one.
+    4. All blocks dealt out to half as many pipelines, to a quarter, and so on down to one.
+    """
+    undamaged = [shape for shape, layers in pipelines if layers]
     damaged = [shape for shape, layers in pipelines if not layers]
-    if whole:
-        yield tuple(whole)  # the devices of the others stay idle until the search finds them a place
+    if undamaged:
+        yield tuple(undamaged)  # other devices are idle until the search gives them work
     if damaged:
-        yield (*whole, *damaged)
-        if whole:
-            spare = itertools.chain.from_iterable(shape.blocks for shape in damaged)
-            yield (*whole[:-1], whole[-1]._replace(blocks=(*whole[-1].blocks, *spare)))
-    shapes = [*whole, *damaged]
-    count = len(shapes) // 2
-    while count:
-        groups: list[list[DeviceBlock]] = [[] for _ in range(count)]
-        for number, shape in enumerate(shapes):
-            groups[number % count] += shape.blocks
+        yield (*undamaged, *damaged)
+        if undamaged:
+            damaged_blocks = itertools.chain.from_iterable(shape.blocks for shape in damaged)
+            longer = undamaged[-1]._replace(blocks=(*undamaged[-1].blocks, *damaged_blocks))
+            yield (*undamaged[:-1], longer)
+    shapes = [*undamaged, *damaged]
+    num_pipelines = len(shapes) // 2
+    while num_pipelines:
+        groups: list[list[DeviceBlock]] = [[] for _ in range(num_pipelines)]
+        for i, shape in enumerate(shapes):
+            groups[i % num_pipelines] += shape.blocks
         yield tuple(Shape(tuple(group), 1) for group in groups)
-        count //= 2
+        num_pipelines //= 2
 
 
 def moved_bytes(old: Plan, new: Plan, rank_before: Sequence[int | None], costs: StageCosts) -> dict[str, float]:
-    """Parameters and owned optimizer state that ranks need and do not hold yet, by the link they come over.
+    """Return the bytes of parameters and optimizer state that ranks need and do not have yet, by name of the link.
 
-    A rank of a tensor-parallel stage holds its n-th part of a layer. What several ranks can send comes from one on the
-    same node if there is one.
+    Rank i of n in a tensor-parallel stage has the i-th of n equal parts of a layer. If several ranks can send a part,
+    one on the same node does. Bytes of which every holder is lost count under ``checkpoint``.
+
+    Args:
+        rank_before: old rank of every new rank; None for added devices.
     """
     new_rank = {before: rank for rank, before in enumerate(rank_before) if before is not None}
     layer_bytes = costs.model.layer_parameters * (2 + OPTIMIZER_BYTES / len(new.pipelines))
-    cluster, moved = costs.cluster, defaultdict[str, float](float)
+    cluster, bytes_by_link = costs.cluster, defaultdict[str, float](float)
     node = cluster.node_of_rank.tolist()
     num_layers = costs.model.num_layers
-    for parts_before, parts_after in zip(_holders(old, num_layers), _holders(new, num_layers), strict=True):
-        holders = {new_rank[before]: part for before, part in parts_before.items() if before in new_rank}
-        on_node: dict[int, list[int]] = {}
+    # Layer by layer: who has which part now, who needs which part, and who is the nearest holder of a missing part.
+    for old_parts, new_parts in zip(_parts_by_layer(old, num_layers), _parts_by_layer(new, num_layers), strict=True):
+        holders = {new_rank[before]: part for before, part in old_parts.items() if before in new_rank}
+        holders_by_node: dict[int, list[int]] = {}
         for rank in holders:
-            on_node.setdefault(node[rank], []).append(rank)
-        for rank, part in parts_after.items():
+            holders_by_node.setdefault(node[rank], []).append(rank)
+        for rank, part in new_parts.items():
             present = _overlap(part, holders[rank]) if rank in holders else 0.0
-            missing = part[1] - part[0] - present
-            if missing <= NOTHING:
+            missing = part.stop - part.start - present
+            if missing <= LEAST_PART:
                 continue
-            near_first = itertools.chain(on_node.get(node[rank], ()), holders)
-            sender = next((other for other in near_first if _overlap(part, holders[other]) > NOTHING), None)
+            near_first = itertools.chain(holders_by_node.get(node[rank], ()), holders)
+            sender = next((other for other in near_first if _overlap(part, holders[other]) > LEAST_PART), None)
             link = "checkpoint" if sender is None else cluster.link(sender, rank).name
-            moved[link] += missing * layer_bytes
-    return dict(moved)
+            bytes_by_link[link] += missing * layer_bytes
+    return dict(bytes_by_link)
 
 
-Part = tuple[float, float]
+class _LayerPart(NamedTuple):
+    """Part of a layer, as fractions of its parameters: (0.5, 1.0) is the second half."""
+
+    start: float
+    stop: float
 
 
-def _holders(plan: Plan, num_layers: int) -> list[dict[int, Part]]:
-    """Which part of a layer every rank holds, by layer."""
-    layers: list[dict[int, Part]] = [{} for _ in range(num_layers)]
+def _parts_by_layer(plan: Plan, num_layers: int) -> list[dict[int, _LayerPart]]:
+    """Return for every layer the ranks that have it, each with its part of the layer."""
+    parts: list[dict[int, _LayerPart]] = [{} for _ in range(num_layers)]
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             start, stop = stage.layers or (0, num_layers)
-            parts = len(stage.ranks) if stage.inner == "tensor" else 1
-            for index, rank in enumerate(stage.ranks):
-                number = index if parts > 1 else 0
+            num_parts = len(stage.ranks) if stage.inner == "tensor" else 1
+            for i, rank in enumerate(stage.ranks):
+                index = i if num_parts > 1 else 0
                 for layer in range(start, stop):
-                    layers[layer][rank] = number / parts, (number + 1) / parts
-    return layers
+                    parts[layer][rank] = _LayerPart(index / num_parts, (index + 1) / num_parts)
+    return parts
 
 
-def _overlap(a: Part, b: Part) -> float:
-    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
+def _overlap(a: _LayerPart, b: _LayerPart) -> float:
+    """Return the fraction of a layer that both parts have."""
+    return max(0.0, min(a.stop, b.stop) - max(a.start, b.start))

@@ -1,1 +1,1 @@
-"""Planners as papers describe them, each a module with a `PublishedPlanner`, all in `registry`. No torch."""
+"""Planners as their papers describe them; every module has a `PublishedPlanner`, listed in `registry`. No torch."""

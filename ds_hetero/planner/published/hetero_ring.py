@@ -1,13 +1,15 @@
-"""The four splits of the hetero-ring paper, and the tables of times that two of them are computed from.
+"""The four splits of the hetero-ring paper, and the tables of attention times that two of them need.
 
-All four make a ring of single ranks and only decide who holds how many tokens:
+All four make a ring of single ranks and decide only the tokens of every rank:
 
-    even          the same for all
-    proportional  in proportion to the devices' attention speed
-    lut           so that all finish together by a table of measured times, interpolated
-    formula       in proportion to a degree-2 polynomial fitted to the table's normalized performance
+    even          gives all ranks the same number of tokens
+    proportional  gives tokens in proportion to the devices' attention speed
+    lut           lets all ranks finish together, by interpolation in a table of measured times
+    formula       gives tokens in proportion to a polynomial of degree 2, fitted to the table's relative performance
 
-The paper cuts KV and leaves queries even; here both are cut, so a rank with n of L tokens computes n x L pairs.
+The paper divides keys and values by these shares and queries evenly. Here both are divided by the shares, so a rank
+with n of L tokens computes n x L pairs.
+
 Source: hetero ring (Columbia), section III.C and figures 3 and 4.
 """
 
@@ -24,13 +26,18 @@ from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.published.interface import ProfileTable, PublishedPlanner, no_recurrence
+from ds_hetero.planner.published.interface import PublishedPlanner, no_recurrence
+from ds_hetero.planner.published.profile_table import ProfileTable
 from ds_hetero.values.baselines import even, proportional
 from ds_hetero.values.schedule import Schedule
 
 
 def read_table(path: str) -> ProfileTable:
-    """A table of JSON or YAML: ``lengths``, ``speeds``, ``seconds`` by length. Raises `PlanError`: it is none."""
+    """Read a table of JSON or YAML, with ``lengths``, ``speeds``, and for every length a list of ``seconds``.
+
+    Raises:
+        PlanError: the file cannot be read, has other keys or types, or breaks a rule of `ProfileTable`.
+    """
     content = read_file(path, "table of times", PlanError)
     names = ("lengths", "speeds", "seconds")
     if not isinstance(content, dict) or set(content) != set(names):
@@ -48,34 +55,39 @@ def read_table(path: str) -> ProfileTable:
 
 
 def measured_table(cluster: Cluster) -> ProfileTable | None:
-    """Return the table that was measured on the ranks, see `DeviceSpec.attention_s`; None where some have none.
+    """Return the table of the times that were measured on the ranks, see `DeviceSpec.attention_s`.
 
-    The speed of a device is that of the fastest one's time at the longest length over its own.
+    The speed of a device is the time of the fastest device at the longest length, divided by its own time there. The
+    result is None if some rank has no times, or times at other lengths.
     """
-    columns = {device.attention_s: dict(device.attention_s) for device in cluster.devices}
-    lengths = {tuple(column) for column in columns.values()}
-    if len(lengths) != 1 or not (tokens := next(iter(lengths))):
+    columns = {device.attention_s: dict(device.attention_s) for device in cluster.devices}  # seconds by length
+    lengths_of_columns = {tuple(column) for column in columns.values()}
+    if len(lengths_of_columns) != 1 or not (lengths := next(iter(lengths_of_columns))):
         return None
-    speeds = {column[tokens[-1]]: column for column in columns.values()}
-    fastest_s = min(speeds)
-    ascending = sorted(speeds, reverse=True)
-    rows = (tuple(speeds[key][length] for key in ascending) for length in tokens)
-    return ProfileTable(lengths=tokens, speeds=tuple(fastest_s / key for key in ascending), seconds=tuple(rows))
+    column_by_longest_s = {column[lengths[-1]]: column for column in columns.values()}
+    fastest_s = min(column_by_longest_s)
+    slowest_first = sorted(column_by_longest_s, reverse=True)
+    rows = (tuple(column_by_longest_s[longest_s][length] for longest_s in slowest_first) for length in lengths)
+    speeds = tuple(fastest_s / longest_s for longest_s in slowest_first)
+    return ProfileTable(lengths=lengths, speeds=speeds, seconds=tuple(rows))
 
 
 def table_of(cost: CostModel) -> tuple[ProfileTable, list[float], str]:
-    """Return the table that `LUT` and `FORMULA` use, the speed of every rank in it, and where its times are from."""
+    """Return the table that `LUT` and `FORMULA` use, the speed of every rank in it, and the source of its times.
+
+    The times are measured if all ranks have measured times, else predicted.
+    """
     measured = measured_table(cost.cluster)
     if measured is None:
         return profile_table(cost), list(cost.attention_speeds), "predicted"
-    longest = [device.attention_s[-1][1] for device in cost.cluster.devices]
-    return measured, [min(longest) / seconds for seconds in longest], "measured on the ranks"
+    longest_s = [device.attention_s[-1][1] for device in cost.cluster.devices]  # at the longest length, by rank
+    return measured, [min(longest_s) / seconds for seconds in longest_s], "measured on the ranks"
 
 
 def profile_table(cost: CostModel) -> ProfileTable:
-    """A table of predicted times: every kind of device by itself, at lengths up to the workload's."""
-    speed_of = cost.attention_s_D.min() / cost.attention_s_D
-    devices = {float(speed): device for speed, device in zip(speed_of, cost.cluster.devices, strict=True)}
+    """Return a table of predicted times: every kind of device alone, at seven lengths up to that of the workload."""
+    speed_D = cost.attention_s_D.min() / cost.attention_s_D
+    devices = {float(speed): device for speed, device in zip(speed_D, cost.cluster.devices, strict=True)}
     speeds = tuple(sorted(devices))
     longest = cost.workload.seq_len
     lengths = tuple(sorted({max(1, longest >> shift) for shift in range(7)}))
@@ -84,7 +96,7 @@ def profile_table(cost: CostModel) -> ProfileTable:
 
 
 def device_alone_s(cost: CostModel, device: DeviceSpec, length: int) -> float:
-    """Predict attention of one block of so many tokens on one device by itself, with the workload of ``cost``."""
+    """Predict the time of attention in one layer for ``length`` tokens on one device alone."""
     link = Link(name="none", latency_s=0.0, bytes_per_s=1.0)
     cluster = Cluster(nodes=(Node(name="alone", devices=(device,), link=link),), network=link)
     workload = replace(cost.workload, seq_len=length, zero_stage=0, zero_weights=None)
@@ -94,61 +106,73 @@ def device_alone_s(cost: CostModel, device: DeviceSpec, length: int) -> float:
 
 
 def lut_tokens(table: ProfileTable, speeds: Sequence[float], seq_len: int) -> list[float]:
-    """Tokens of every rank such that all finish together by the table.
+    """Return the tokens of every rank, as fractions of tokens, with which all ranks finish together by the table.
 
-    A rank with n tokens computes as many pairs as a square of side sqrt(n L), so that is where its time is looked
-    up. The common time is found by bisection, and so is each rank's share for it.
+    A rank with n of L tokens computes n L pairs, as many as self-attention over sqrt(n L) tokens, so its time is looked
+    up at that length. The common time is found by bisection on a logarithmic scale.
+
+    Args:
+        speeds: speed of every rank, on the scale of the table.
+        seq_len: tokens of the sequence, L.
     """
-    grid = np.geomspace(1.0, float(seq_len), 512)
-    side = np.sqrt(grid * seq_len)
-    curves = [np.maximum.accumulate(table.seconds_at(side, speed)) for speed in speeds]
+    grid_tokens = np.geomspace(1.0, float(seq_len), 512)
+    lookup_lengths = np.sqrt(grid_tokens * seq_len)
+    # Seconds of every rank at the tokens of the grid; made ascending, since measured times may fall here and there.
+    curves = [np.maximum.accumulate(table.seconds_at(lookup_lengths, speed)) for speed in speeds]
 
-    def tokens(time_s: float) -> list[float]:
-        return [float(np.interp(np.log(time_s), np.log(curve), grid, left=0.0)) for curve in curves]
+    def tokens_within(time_s: float) -> list[float]:
+        """Return the tokens that every rank finishes within ``time_s``."""
+        return [float(np.interp(np.log(time_s), np.log(curve), grid_tokens, left=0.0)) for curve in curves]
 
-    low, high = min(float(curve[0]) for curve in curves), max(float(curve[-1]) for curve in curves)
+    low_s = min(float(curve[0]) for curve in curves)
+    high_s = max(float(curve[-1]) for curve in curves)
     for _ in range(60):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if sum(tokens(middle)) > seq_len else (middle, high)
-    return tokens(high)
+        middle_s = (low_s * high_s) ** 0.5
+        low_s, high_s = (low_s, middle_s) if sum(tokens_within(middle_s)) > seq_len else (middle_s, high_s)
+    return tokens_within(high_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formula:
-    """Normalized performance as a polynomial of degree 2 in (length / longest, speed)."""
+    """Performance relative to the fastest device, as a polynomial of degree 2 in length / longest and speed."""
 
-    coefficients: tuple[float, ...]  # of 1, x, s, x^2, x s, s^2
-    longest: int  # the length that lengths are divided by
+    coefficients: tuple[float, ...]  # of 1, x, s, x^2, x s, s^2 with x = length / longest and s = speed
+    longest: int  # longest length of the table
     r_squared: float  # share of the table's variance that the polynomial explains
 
     def performance(self, length: int, speed: float) -> float:
-        """Predicted speed relative to the fastest device; never below one hundredth, so that every rank gets work."""
+        """Return the performance relative to the fastest device; at least 0.01, so that every rank gets work."""
         value = _features(np.array([length / self.longest]), np.array([speed])) @ np.array(self.coefficients)
         return max(float(value[0]), 0.01)
 
 
 def fit_formula(table: ProfileTable) -> Formula:
-    """Least squares over all points of a table; performance is the fastest device's time over the time."""
+    """Fit the polynomial to all points of a table by least squares."""
     x, s = np.meshgrid(np.array(table.lengths) / table.lengths[-1], np.array(table.speeds), indexing="ij")
     seconds = np.array(table.seconds)
-    performance = (seconds[:, -1:] / seconds).ravel()
+    performance = (seconds[:, -1:] / seconds).ravel()  # the last column is the fastest device
     features = _features(x.ravel(), s.ravel())
     coefficients = np.linalg.lstsq(features, performance, rcond=None)[0]
-    residual = float(((features @ coefficients - performance) ** 2).sum())
-    spread = float(((performance - performance.mean()) ** 2).sum())
+    residual_squares = float(((features @ coefficients - performance) ** 2).sum())
+    total_squares = float(((performance - performance.mean()) ** 2).sum())
     return Formula(
         coefficients=tuple(coefficients.tolist()),
         longest=table.lengths[-1],
-        r_squared=1 - residual / spread if spread else 1.0,
+        r_squared=1 - residual_squares / total_squares if total_squares else 1.0,
     )
 
 
 def _features(x: Floats, s: Floats) -> Floats:
+    """Return the terms of the polynomial in length / longest and speed, ``[points, 6]``; see `Formula`."""
     return np.stack([np.ones_like(x), x, s, x * x, x * s, s * s], axis=-1)
 
 
 def table_text(cost: CostModel, table: ProfileTable | None = None) -> str:
-    """Where the times of the table (`table_of`'s, if none is given) are from, and how well the polynomial fits."""
+    """Describe a table: source of its times, its size, and how well the polynomial fits.
+
+    Args:
+        table: the table; left out, that of `table_of`.
+    """
     chosen, _, source = table_of(cost) if table is None else (table, [], "given")
     return (
         f"table of attention times: {source}, {len(chosen.lengths)} lengths up to {chosen.lengths[-1]:,} tokens, "
@@ -157,12 +181,14 @@ def table_text(cost: CostModel, table: ProfileTable | None = None) -> str:
 
 
 def _lut(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
+    """Return the schedule of ``lut``; without a table, by the table of `table_of`."""
     chosen, speeds, _ = table_of(cost) if table is None else (table, list(cost.attention_speeds), "given")
     tokens = lut_tokens(chosen, speeds, cost.workload.seq_len)
     return proportional(tokens, cost.model.num_heads, cost.model.num_kv_heads)
 
 
 def _formula(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
+    """Return the schedule of ``formula``; without a table, by the table of `table_of`."""
     chosen, speeds, _ = table_of(cost) if table is None else (table, list(cost.attention_speeds), "given")
     formula = fit_formula(chosen)
     weights = [formula.performance(cost.workload.seq_len, speed) for speed in speeds]

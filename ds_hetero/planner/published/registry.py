@@ -1,4 +1,4 @@
-"""All published planners, in the order in which they are shown. A new one is a module here and its name below."""
+"""List of all published planners, in the order in which they are shown; a new planner is added to it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ PLANNERS: list[PublishedPlanner] = [HEXISEQ, HEXISCALE, TANGRAM, ZEPPELIN, LUT, 
 
 
 def planners_of(kind: str) -> list[PublishedPlanner]:
-    """Return the planners that make plans of a kind of `KINDS`."""
+    """Return the planners that make plans of ``kind``, one of `KINDS`."""
     return [planner for planner in PLANNERS if kind in planner.kinds]
 
 
 def find_planner(name: str, kind: str) -> PublishedPlanner:
-    """A published planner by name, for a kind of plan of `KINDS`. Raises `PlanError`: none, or of other kinds only."""
+    """Return the published planner ``name`` for plans of ``kind``, one of `KINDS`.
+
+    Raises:
+        PlanError: the planner is unknown, or makes other kinds of plans only.
+    """
     planner = next((planner for planner in PLANNERS if planner.name == name), None)
     if planner is None:
-        listed = ", ".join(f"{each.name} ({', '.join(each.kinds)})" for each in PLANNERS)
-        raise PlanError(f"planner {shortened(name)} is unknown; published planners are {listed}.")
+        planners_text = ", ".join(f"{other.name} ({', '.join(other.kinds)})" for other in PLANNERS)
+        raise PlanError(f"planner {shortened(name)} is unknown; published planners are {planners_text}.")
     if kind not in planner.kinds:
-        makes = "; ".join(KINDS[each] for each in planner.kinds)
-        others = ", ".join(each.name for each in planners_of(kind))
-        raise PlanError(f"planner {name} makes {makes}. Here a planner of {kind} is needed: {others}.")
+        kinds_text = "; ".join(KINDS[planner_kind] for planner_kind in planner.kinds)
+        suitable_text = ", ".join(other.name for other in planners_of(kind))
+        raise PlanError(f"planner {name} makes {kinds_text}. Here a planner of {kind} is needed: {suitable_text}.")
     return planner
 
 
 def expect_describable(planner: PublishedPlanner, cluster: Cluster, model: ModelSpec) -> None:
-    """Refuse a cluster or a model that a planner's paper cannot describe. Raises `PlanError`: the rule of the paper."""
+    """Check that a published planner can plan a cluster and a model. Raises `PlanError`, with its rule, if not."""
     if (rule := planner.forbids(cluster, model)) is not None:
         raise PlanError(
             f"{planner.title} cannot plan this: {rule}. Leave the planner out for ours, or choose another one."

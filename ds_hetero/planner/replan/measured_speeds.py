@@ -1,4 +1,4 @@
-"""Speeds of devices as a running job measured them, and the cluster at these speeds."""
+"""Compute the speeds of devices from a running job's measurements, and describe the cluster at these speeds."""
 
 from __future__ import annotations
 
@@ -13,67 +13,77 @@ from ds_hetero.cost import CostModel
 from ds_hetero.planner.replan.policy import Observation
 from ds_hetero.values.schedule import Schedule
 
-# Equal devices whose speeds differ by a smaller share count as equal: noise of a measurement. Chosen, never measured.
-_ALIKE = 0.02
+# Relative difference up to which speeds of equal devices count as equal: noise of measurements. Chosen, never measured.
+_SPEED_NOISE = 0.02
 
 
 def measured_speeds(
     cost: CostModel, schedule: Schedule, observation: Observation, before: Sequence[float]
 ) -> list[float]:
-    """Speed of every rank: the seconds that it is predicted to compute in a step, over those that it computed.
+    """Return the speed of every rank, relative to the description of the cluster: 0.8 is 20 % slower than described.
+
+    The speed is the predicted over the measured seconds that the rank computes in a step.
 
     Args:
-        before: speeds of ranks without work, which say nothing now.
+        schedule: schedule under which the steps were measured.
+        before: speeds from earlier observations, by rank; ranks without work keep them.
     """
     work = cost.workload
     tokens = schedule.tokens(work.seq_len)
     busy_s = cost.predict(schedule).busy_s
 
     def predicted_s(rank: int) -> float:
+        """Return the seconds that a rank computes in a step at the described speed."""
         layers_s = busy_s[rank] * cost.model.num_layers
         loss_s = float(cost.loss_s_per_token_D[rank]) * tokens[rank]
         return (layers_s + loss_s) * work.micro_batches
 
     speeds = []
-    for rank, (measured_s, speed_before) in enumerate(zip(observation.own_s, before, strict=True)):
+    for rank, (measured_s, speed_before) in enumerate(zip(observation.compute_s, before, strict=True)):
         expected_s = predicted_s(rank)
         speeds.append(expected_s / measured_s if expected_s and measured_s else speed_before)
     return speeds
 
 
 def snapped_speeds(devices: Sequence[DeviceSpec], speeds: Sequence[float], error: float) -> list[float]:
-    """Speeds of equal devices made equal where they differ by noise only, which keeps the search small and exact.
+    """Return speeds in which equal devices have equal speeds if they differ by noise only.
 
-    Four equal devices at 0.995, 1.0, 1.005 and 0.5 become three of 1.0, their geometric mean, and one of 0.5.
+    With fewer kinds of devices the search is more exact. Example: four equal devices at 0.995, 1.0, 1.005 and 0.5
+    become three of 1.0, their geometric mean, and one of 0.5.
 
     Args:
+        devices: devices by rank.
+        speeds: speeds by rank.
         error: relative standard error of the speeds.
     """
-    tolerance = max(_ALIKE, 3 * error)
+    tolerance = max(_SPEED_NOISE, 3 * error)
     snapped = list(speeds)
     for device in dict.fromkeys(devices):
         ranks = [rank for rank, other in enumerate(devices) if other == device]
         ranks.sort(key=speeds.__getitem__)
-        runs: list[list[int]] = []  # of speeds that differ by noise from the slowest of the run
+        # Ranks in ascending order are cut into runs: a run ends before the first rank that is faster than the run's
+        # slowest rank by more than noise.
+        runs: list[list[int]] = []
         for rank in ranks:
             if runs and log(speeds[rank] / speeds[runs[-1][0]]) <= tolerance:
                 runs[-1].append(rank)
             else:
                 runs.append([rank])
         for run in runs:
-            mean = exp(fmean(log(speeds[rank]) for rank in run))
+            mean_speed = exp(fmean(log(speeds[rank]) for rank in run))
             for rank in run:
-                snapped[rank] = mean
+                snapped[rank] = mean_speed
     return snapped
 
 
 def at_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
-    """The cluster with every rank's device that much faster at everything it computes."""
+    """Return the cluster with the device of every rank ``speeds[rank]`` times as fast."""
     speed_of_next = iter(speeds)  # devices are replaced in the order of the ranks
     return cluster.with_devices(lambda device: _at_speed(device, next(speed_of_next)))
 
 
 def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
+    """Return the device with all rates multiplied, and all overheads divided, by ``speed``."""
     efficiency = replace(
         device.efficiency,
         kernel_overhead_s=device.efficiency.kernel_overhead_s / speed,

@@ -1,7 +1,8 @@
-"""Another schedule for a job that is running: the planner on devices as fast as they turned out to be.
+"""Find a better schedule for a running job: plan again with the speeds of the devices that were measured.
 
 Rank 0 decides for all replicas, since it alone has read the cluster; see `ds_hetero.planner.replan.policy` for when a
-schedule changes. Where the cluster or the model has no cost model, shares follow the measured costs alone.
+schedule changes. If there is no cost model for the cluster or the model, tokens and heads are shared by measured costs
+alone (`ds_hetero.planner.replan.proportional`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class Replanner:
-    """Re-planning policies, one per replica. Only rank 0 has a `Replanner`.
+    """Re-planning policies, one for every replica. Only rank 0 has a `Replanner`.
+
+    Replicas of one rank have nothing to share; their schedules never change.
 
     Args:
-        costs: the cost model of every replica; none where the cluster is not known.
+        costs: cost model of every replica; empty if the cluster or the model has none.
+        min_gain: share of a step's time that a change has to save.
+        layout: layout that a new schedule must have; None for the planner's choice.
+        causal: whether attention is causal.
     """
 
     def __init__(
@@ -42,7 +48,12 @@ class Replanner:
         self._policies = [Policy(estimate, min_gain) for estimate in self._estimates]
 
     def decide(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[ProposedChange | None]:
-        """Return the decision for every replica; None where its schedule stays."""
+        """Return the change for every replica, or None to keep its schedule.
+
+        Args:
+            schedules: present schedule of every replica.
+            observations: costs of every replica's steps since the last call.
+        """
         decisions = []
         for policy, schedule, observation in zip(self._policies, schedules, observations, strict=True):
             can_change = schedule.sp_size > 1
@@ -50,7 +61,7 @@ class Replanner:
         return decisions
 
     def gains(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[float | None]:
-        """Return the share of a step that the best schedule of every replica would save; None where there is none."""
+        """Return the share of a step that the best schedule of every replica would save; None if it has no other."""
         gains = []
         for estimate, schedule, observation in zip(self._estimates, schedules, observations, strict=True):
             can_change = schedule.sp_size > 1
@@ -59,12 +70,16 @@ class Replanner:
 
 
 def _best_gain(estimate: GainEstimate) -> float | None:
+    """Return the gain of the best schedule; None if no other schedule can run."""
     best = estimate.best()
     return None if best is None else estimate.gain(best)
 
 
 class PlannedEstimates:
-    """Makes a `PlannedEstimate` of every observation of one replica, and remembers the speeds of ranks without work."""
+    """Makes a `PlannedEstimate` of every observation of one replica, and remembers the speeds of its ranks.
+
+    A rank without work in one observation keeps its speed of an earlier one.
+    """
 
     def __init__(self, cost: CostModel, layout: str | None) -> None:
         self._cost, self._layout = cost, layout
@@ -78,21 +93,22 @@ class PlannedEstimates:
 
 
 class PlannedEstimate:
-    """The cost model with every device as fast as it was measured to be under the present schedule.
+    """Gains by the cost model, with every device at the speed that was measured under the present schedule.
 
     Args:
-        cost: of the replica's cluster as it is described.
-        before: speeds of the ranks as far as they were known.
+        cost: cost model of the replica's cluster as the user describes it.
+        layout: layout that a new schedule must have; None for the planner's choice.
+        before: speeds from earlier observations, by rank.
 
     Attributes:
-        speeds: of every rank, over what the cluster's description makes of it.
+        speeds: measured speed of every rank, relative to the description of the cluster: 0.8 is 20 % slower.
     """
 
     def __init__(
         self, schedule: Schedule, observation: Observation, cost: CostModel, layout: str | None, before: Sequence[float]
     ) -> None:
         self._schedule, self._layout = schedule, layout
-        # The workload that was observed: micro-batches of the length and the number that a step had.
+        # The observed workload: micro-batches with the length and the number that a step had.
         sequences = sum(observation.tokens) / observation.length
         micro_batches = max(round(sequences / cost.workload.micro_batch), 1)
         workload = replace(cost.workload, seq_len=observation.length, micro_batches=micro_batches)
@@ -104,11 +120,11 @@ class PlannedEstimate:
         self._present_s = self._iteration_s(schedule)
 
     def gain(self, candidate: Schedule) -> float:
-        """The share of a step's time that ``candidate`` is predicted to save."""
+        """Return the share of a step's time that ``candidate`` is predicted to save."""
         return 1 - self._iteration_s(candidate) / self._present_s
 
     def best(self) -> Schedule | None:
-        """The planner's choice; None where no schedule fits into memory."""
+        """Return the planner's choice; None if no schedule fits into memory."""
         started = time.perf_counter()
         try:
             plan = planning.plan(
@@ -119,10 +135,11 @@ class PlannedEstimate:
                 layout=self._layout,
             )
         except HeteroError as error:
-            logger.warning("no other schedule is looked for: %s", error)
+            logger.warning("the job keeps its schedule, since the planner found no other one: %s", error)
             return None
         logger.debug("searched another schedule for %s", time_text(time.perf_counter() - started))
         return plan.schedule.shifted(self._schedule.ranks[0])
 
     def _iteration_s(self, schedule: Schedule) -> float:
+        """Return the predicted time of a step; the replica's first rank counts as rank 0."""
         return self._cost.predict(schedule.shifted(0)).iteration_s

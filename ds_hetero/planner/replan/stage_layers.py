@@ -1,8 +1,9 @@
-"""Layers between the stages of a pipeline, from what its stages were measured to take.
+"""Move layers between the stages of a running pipeline, by the measured times of its stages.
 
-A stage takes as long as its layers, each as long as the others of the stage, and what comes on top: the embedding, the
-last norm, the head and the loss. Stages stay in their order on their ranks, so a layer that goes to a stage further
-away shifts the boundaries between.
+A stage takes the time of its layers, which are equally long, plus the time of its other modules: embedding, last norm,
+head and loss. Stages keep their order and their ranks, so if one stage gives a layer to a distant one, the boundaries
+of all stages between them shift. Example: layers (3, 2, 3) become (2, 2, 4): the middle stage had layers 3 and 4, and
+now has layers 2 and 3.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ from dataclasses import dataclass, replace
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.values.plans import Pipeline, Plan
 
-LEAST_LAYER_GAIN = 1e-6  # of the time, for which a layer moves; less is rounding
+LEAST_LAYER_GAIN = 1e-6  # relative gain of time that moving a layer must have; less is rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpeed:
-    """Seconds of a stage for a micro-batch."""
+    """Measured seconds of a stage for a micro-batch, and the number of layers that its memory holds."""
 
     forward_s: float  # of one layer
     backward_s: float  # of one layer
-    other_forward_s: float  # outside the layers
-    other_backward_s: float  # outside the layers
-    most_layers: int  # that its memory can hold
+    other_forward_s: float  # of the other modules
+    other_backward_s: float  # of the other modules
+    most_layers: int  # layers that fit into its memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpeeds:
-    """Measured seconds of a pipeline."""
+    """Measured seconds of the stages and sends of a pipeline."""
 
     stages: tuple[StageSpeed, ...]  # first to last
-    hop_s: tuple[float, ...]  # between neighbours, one direction
-    micro_batches: int  # of a step
-    in_flight: tuple[int, ...]  # by stage
+    hop_s: tuple[float, ...]  # send from a stage to the next one, or back; one value fewer than stages
+    micro_batches: int  # micro-batches of a step
+    in_flight: tuple[int, ...]  # micro-batches in flight, by stage
 
 
 def pipeline_s(speeds: PipelineSpeeds, layers: Sequence[int]) -> float:
-    """Return what the passes of a step take with so many layers by stage, by the recurrence of 1F1B."""
+    """Return the time of all passes of a step under 1F1B with ``layers`` by stage, see `run_pipeline`."""
     pairs = list(zip(speeds.stages, layers, strict=True))
     forward_s = [stage.other_forward_s + number * stage.forward_s for stage, number in pairs]
     backward_s = [stage.other_backward_s + number * stage.backward_s for stage, number in pairs]
@@ -46,25 +47,31 @@ def pipeline_s(speeds: PipelineSpeeds, layers: Sequence[int]) -> float:
 
 
 def best_layers(speeds: PipelineSpeeds, layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers by stage, one at least, that layer by layer could not be made faster."""
+    """Return layers by stage, at least one each, from which no move of a single layer saves time.
+
+    Args:
+        layers: layers by stage at which the search begins.
+    """
     best, best_s = tuple(layers), pipeline_s(speeds, layers)
-    better = True
-    while better:
-        better = False
-        for moved in _neighbours(speeds, best):
-            seconds = pipeline_s(speeds, moved)
+    has_improved = True
+    while has_improved:
+        has_improved = False
+        for candidate in _neighbours(speeds, best):
+            seconds = pipeline_s(speeds, candidate)
             if seconds < best_s * (1 - LEAST_LAYER_GAIN):
-                best, best_s, better = moved, seconds, True
+                best, best_s, has_improved = candidate, seconds, True
     return best
 
 
 def with_layers(plan: Plan, layers: Sequence[Sequence[int]]) -> Plan:
-    """Return the same plan with other numbers of layers, by pipeline and stage; its prediction is dropped."""
-    pipelines = [_with_layers(pipeline, own) for pipeline, own in zip(plan.pipelines, layers, strict=True)]
+    """Return the plan with other numbers of layers, by pipeline and stage, and without its prediction."""
+    pairs = zip(plan.pipelines, layers, strict=True)
+    pipelines = [_with_layers(pipeline, stage_layers) for pipeline, stage_layers in pairs]
     return replace(plan, pipelines=tuple(pipelines), predicted=None)
 
 
 def _with_layers(pipeline: Pipeline, layers: Sequence[int]) -> Pipeline:
+    """Return the pipeline with other numbers of layers, by stage."""
     stages, start = [], 0
     for stage, number in zip(pipeline.stages, layers, strict=True):
         stages.append(replace(stage, layers=(start, start + number)))
@@ -73,11 +80,11 @@ def _with_layers(pipeline: Pipeline, layers: Sequence[int]) -> Pipeline:
 
 
 def _neighbours(speeds: PipelineSpeeds, layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The cuts in which one stage has given one layer to another."""
+    """Yield layers by stage after one stage has given one layer to another."""
     for giver in range(len(layers)):
         for taker, stage in enumerate(speeds.stages):
             if giver != taker and layers[giver] > 1 and layers[taker] < stage.most_layers:
-                moved = list(layers)
-                moved[giver] -= 1
-                moved[taker] += 1
-                yield tuple(moved)
+                changed = list(layers)
+                changed[giver] -= 1
+                changed[taker] += 1
+                yield tuple(changed)

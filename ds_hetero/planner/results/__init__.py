@@ -1,1 +1,1 @@
-"""Results of the planner: a plan, its prediction, and how it compares with what was not chosen."""
+"""Results of the planner: a plan, its prediction, and a comparison with the candidates that were not chosen."""

@@ -1,4 +1,4 @@
-"""Candidates of the planner: schedules of the search and every baseline, all under one cost model."""
+"""Candidates of the planner: schedules that the search found, and all baselines, predicted by one cost model."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ds_hetero.planner.results.sentences import describe
 from ds_hetero.values.baselines import COMPARED, all_baselines
 from ds_hetero.values.schedule import Schedule
 
-# How close to the best of the search, in time, a baseline has to be to be preferred as simpler. Chosen, never measured.
-SIMPLER_WITHIN = 1e-6
+# Relative difference in time up to which a baseline is preferred, since it is simpler. Chosen, never measured.
+RTOL_SIMPLER = 1e-6
 
 
 class ScheduleCandidate(NamedTuple):
     """A schedule and its prediction."""
 
-    name: str  # what it is, for people
-    schedule: Schedule  # ranks as in the cluster
-    prediction: Prediction  # of the schedule under the planner's cost model
+    name: str  # description for people
+    schedule: Schedule  # with the ranks of the cluster
+    prediction: Prediction  # under the planner's cost model
 
     @classmethod
     def of(cls, schedule: Schedule, cost: CostModel) -> ScheduleCandidate:
-        """A schedule of no strategy, by what it is."""
+        """Return a schedule of the search as a candidate; its name describes its groups, see `describe`."""
         return cls(describe(schedule, cost.cluster), schedule, cost.predict(schedule))
 
     @property
     def kind(self) -> str:
-        """The strategy that a baseline belongs to: ``usp`` for ``usp 4x2``."""
+        """The strategy of a baseline: ``usp`` for ``usp 4x2``."""
         return self.name.split()[0]
 
 
@@ -37,12 +37,12 @@ class ScheduleCandidate(NamedTuple):
 class Baselines:
     """Ulysses, Ring and all USP meshes under one cost model."""
 
-    candidates: tuple[ScheduleCandidate, ...]  # those that exist, whether they fit into memory or not
-    missing: dict[str, str]  # the reason for each of `COMPARED` that does not exist
+    candidates: tuple[ScheduleCandidate, ...]  # all that exist, whether they fit into memory or not
+    missing: dict[str, str]  # for each of `COMPARED` that does not exist, the reason
 
     @classmethod
     def under(cls, cost: CostModel) -> Baselines:
-        """Predict every baseline of the cost model's cluster and model."""
+        """Predict every baseline for the cluster and the model of a cost model."""
         num_ranks, seq_len = cost.cluster.num_ranks, cost.workload.seq_len
         if seq_len < num_ranks:
             return cls((), dict.fromkeys(COMPARED, f"{num_ranks} ranks cannot share {seq_len} tokens"))
@@ -53,16 +53,16 @@ class Baselines:
         return cls(candidates, missing)
 
     def of_kind(self, kind: str) -> tuple[ScheduleCandidate, ...]:
-        """All candidates of one of `COMPARED`."""
+        """Return all candidates of one strategy of `COMPARED`."""
         return tuple(candidate for candidate in self.candidates if candidate.kind == kind)
 
     def best(self, kind: str) -> ScheduleCandidate | None:
-        """The fastest one of a kind that fits into memory; None if there is none."""
+        """Return the fastest candidate of a strategy that fits into memory; None if none does."""
         feasible = [candidate for candidate in self.of_kind(kind) if candidate.prediction.feasible]
         return min(feasible, key=lambda candidate: candidate.prediction.iteration_s, default=None)
 
     def why_not(self, kind: str) -> str:
-        """Why `best` is None: no such schedule exists, or none fits."""
+        """Return why `best` is None for a strategy: it has no schedule for these ranks, or none fits into memory."""
         if kind in self.missing:
             return self.missing[kind]
         predictions = [candidate.prediction for candidate in self.of_kind(kind)]
@@ -70,7 +70,13 @@ class Baselines:
 
 
 def fastest(searched: Sequence[ScheduleCandidate], baselines: Sequence[ScheduleCandidate]) -> ScheduleCandidate | None:
-    """The fastest candidate that fits into memory; a baseline if it is as fast as any; None if nothing fits."""
+    """Return the fastest candidate that fits into memory; None if none fits.
+
+    A baseline that is as fast is preferred, since it is simpler.
+
+    Args:
+        searched: schedules that the search found.
+    """
 
     def time_s(candidate: ScheduleCandidate) -> float:
         return candidate.prediction.iteration_s
@@ -79,6 +85,6 @@ def fastest(searched: Sequence[ScheduleCandidate], baselines: Sequence[ScheduleC
     fitting_baselines = [candidate for candidate in baselines if candidate.prediction.feasible]
     if not fitting_searched and not fitting_baselines:
         return None
-    as_fast_s = min(map(time_s, (*fitting_searched, *fitting_baselines))) * (1 + SIMPLER_WITHIN)
-    simple = [candidate for candidate in fitting_baselines if time_s(candidate) <= as_fast_s]
-    return min(simple or fitting_searched, key=time_s)
+    max_time_s = min(map(time_s, (*fitting_searched, *fitting_baselines))) * (1 + RTOL_SIMPLER)
+    fast_baselines = [candidate for candidate in fitting_baselines if time_s(candidate) <= max_time_s]
+    return min(fast_baselines or fitting_searched, key=time_s)

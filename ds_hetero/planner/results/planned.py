@@ -1,4 +1,4 @@
-"""Result of a search, for schedules and pipelines alike."""
+"""Base class of the planner's results, for schedules and for pipelines."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ds_hetero.values.plans import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(ABC):
-    """A plan as a search hands it out."""
+    """Result of a search: the plan, and its prediction."""
 
-    plan: Plan  # what a job runs
-    search_s: float  # time the search took
+    plan: Plan  # the plan that a job runs
+    search_s: float  # time of the search
     step_s: float  # predicted time of an optimizer step
-    tokens: int  # of a step
-    idle_ranks: tuple[int, ...]  # without work
-    planner: str | None = None  # the published planner whose plan it is; None for ours
+    tokens: int  # tokens of an optimizer step
+    idle_ranks: tuple[int, ...]  # ranks without work
+    planner: str | None = None  # name of the published planner that made the plan; None for ours
 
     @abstractmethod
     def to_dict(self) -> JsonDict:
-        """Plain data for ``--json``."""
+        """Return plain data for ``--json``."""
 
     @property
     @abstractmethod
     def busy(self) -> dict[int, float]:
-        """Share of the step that every rank with work computes."""
+        """Share of the step, 0 to 1, in which a rank computes, by rank; without idle ranks."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of a step over its time."""
+        """Predicted tokens per second."""
         return self.tokens / self.step_s
 
     def price(self, devices: Sequence[DeviceSpec], flops_per_token: float) -> Price:
-        """Price a step on the devices of all ranks, see `price_of`."""
+        """Return the price of a step on the devices of all ranks, see `price_of`."""
         return price_of(devices, self.busy, self.step_s, self.tokens, flops_per_token)

@@ -1,25 +1,24 @@
-"""Words for schedules: what one is, and how much slower another one is."""
+"""Describe in words a schedule, and how much slower than another schedule it is."""
 
 from __future__ import annotations
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.values.schedule import Schedule
 
-AS_FAST = 1.0005  # times this close print alike: half of the last of three digits
+MAX_EQUAL_RATIO = 1.0005  # ratio of two times below which their texts of three digits are equal
 
 
 def idle_ranks(schedule: Schedule) -> tuple[int, ...]:
-    """Ranks that get neither tokens nor heads, group after group."""
-    return tuple(
-        rank
-        for group in schedule.groups
-        for rank, tokens, heads in zip(group.ranks, group.tokens, group.heads, strict=True)
-        if not tokens + heads
-    )
+    """Return the ranks that have neither tokens nor heads, group after group."""
+    idle: list[int] = []
+    for group in schedule.groups:
+        shares = zip(group.ranks, group.tokens, group.heads, strict=True)
+        idle += [rank for rank, tokens, heads in shares if not tokens + heads]
+    return tuple(idle)
 
 
 def describe(schedule: Schedule, cluster: Cluster) -> str:
-    """A schedule in a line: ``ring of 3 groups: 2 x (1 H100-SXM-80GB + 3 L40S), 8 A100-SXM-80GB``."""
+    """Return a line on a schedule: ``ring of 3 groups: 2 x (1 H100-SXM-80GB + 3 L40S), 8 A100-SXM-80GB``."""
     idle = idle_ranks(schedule)
     makeups: dict[str, int] = {}
     for group in schedule.ring_groups:
@@ -33,7 +32,11 @@ def describe(schedule: Schedule, cluster: Cluster) -> str:
 
 
 def slower_text(times: float) -> str:
-    """How a candidate that takes ``times`` the time of the best one compares with it."""
-    if times < AS_FAST:
+    """Describe the speed of a candidate relative to the best one: ``as fast``, ``4.0 % slower``.
+
+    Args:
+        times: the candidate's time as a multiple of the best one's.
+    """
+    if times < MAX_EQUAL_RATIO:
         return "as fast"
     return f"{100 * (times - 1):.1f} % slower" if times < 2 else f"takes {times:.1f} times as long"

@@ -1,1 +1,1 @@
-"""The search for a schedule: partitions, shares, ring orders, descent, and the exact reference."""
+"""Parts of the search for a schedule: groups of ranks, shares of tokens and heads, ring orders, descent."""

@@ -1,7 +1,13 @@
-"""From a cost model to a search problem with ranks in canonical order, and from its solution back to a schedule.
+"""Translate a cost model into a search problem with ranks in canonical order, and an assignment back into a schedule.
 
-Nodes are sorted by what they are and not by where the cluster file lists them, and so are the devices inside a node.
-The search breaks every tie by this order, so relabelling the ranks of a cluster relabels the plan.
+In canonical order nodes are sorted by their devices and links, fastest first, instead of by their place in the cluster
+file, and so are the devices inside a node. The search breaks ties by this order. So a cluster file with the same nodes
+in another order gives the same plan, with ranks renumbered.
+
+Example: node 0 has two T4, node 1 has an A100 and a V100. The canonical ranks 0 to 3 are the cluster's ranks 2, 3, 0
+and 1, and `rank_of` is (2, 3, 0, 1).
+
+Dimension key: D ranks (canonical).
 """
 
 from __future__ import annotations
@@ -24,77 +30,86 @@ from ds_hetero.values.schedule import Group, Schedule
 def make_problem(
     cost: CostModel, *, layout: str | None = None, token_unit: int = 1, head_units: tuple[int, ...] = ()
 ) -> tuple[Problem, Ints]:
-    """The search problem of a cost model in canonical order, and the rank of every canonical index.
+    """Return the search problem of a cost model, and the rank of the cluster for every canonical rank, ``[D]``.
 
     Args:
-        layout: ``"contiguous"``, or zigzag for anything else.
-        token_unit: tokens are handed out in multiples of this.
-        head_units: granularities of head cuts; left out, whole KV heads, which then travel once, and single heads.
+        layout: ``"contiguous"``; any other value, None included, means zigzag.
+        token_unit: every rank gets a multiple of so many tokens.
+        head_units: granularities in which heads are divided; left out, the query heads of a whole KV head, which is
+            then sent once, and single query heads.
     """
     cluster, workload, rank_of = canonical(cost.cluster, cost.workload)
-    moved = make_cost_model(cost.name, cluster, cost.model, workload)
-    per_kv_head = cost.model.num_heads // cost.model.num_kv_heads
-    units = head_units or tuple(sorted({per_kv_head, 1}, reverse=True))
-    return Problem(cost=moved, token_unit=token_unit, head_units=units, zigzag=layout != "contiguous"), rank_of
+    canonical_cost = make_cost_model(cost.name, cluster, cost.model, workload)
+    queries_per_kv_head = cost.model.num_heads // cost.model.num_kv_heads
+    units = head_units or tuple(sorted({queries_per_kv_head, 1}, reverse=True))
+    zigzag = layout != "contiguous"
+    return Problem(cost=canonical_cost, token_unit=token_unit, head_units=units, zigzag=zigzag), rank_of
 
 
 def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, Ints]:
-    """The same cluster with its ranks in canonical order.
+    """Sort the ranks of a cluster into canonical order.
 
     Nodes are sorted by descending speed, then by memory, links and name; devices inside a node likewise.
 
     Returns:
-        cluster, workload (whose weights move along, while ZeRO's rings and owners keep the order of the ranks), and the
-        original rank of each canonical one, ``[D]``.
+        The sorted cluster; the workload with its ZeRO weights sorted alike, while the order of ranks in ZeRO's rings
+        and among owners stays that of the original ranks; and the original rank of every canonical rank, ``[D]``.
     """
-    reach = np.sort(cluster.node_bytes_per_s, axis=1)[:, ::-1]
+    bandwidths = np.sort(cluster.node_bytes_per_s, axis=1)[:, ::-1]  # of a node to all nodes, the fastest first
 
     def device_key(node: Node, i: int) -> tuple[object, ...]:
         device = node.devices[i]
         return (-device.peak_flops_per_s, -device.memory_bytes, -device.memory_bytes_per_s, device.name, i)
 
-    inside = [sorted(range(len(node.devices)), key=partial(device_key, node)) for node in cluster.nodes]
+    device_order = [sorted(range(len(node.devices)), key=partial(device_key, node)) for node in cluster.nodes]
 
     def node_key(n: int) -> tuple[object, ...]:
         node = cluster.nodes[n]
-        devices = tuple(device_key(node, i)[:-1] for i in inside[n])
-        return (devices, -node.link.bytes_per_s, node.link.latency_s, tuple(-reach[n]), node.name, n)
+        devices = tuple(device_key(node, i)[:-1] for i in device_order[n])
+        return (devices, -node.link.bytes_per_s, node.link.latency_s, tuple(-bandwidths[n]), node.name, n)
 
-    nodes = sorted(range(len(cluster.nodes)), key=node_key)
-    place_of_node = {n: place for place, n in enumerate(nodes)}
+    node_order = sorted(range(len(cluster.nodes)), key=node_key)
+    place_of_node = {n: place for place, n in enumerate(node_order)}
     first_rank = np.concatenate([[0], np.cumsum([len(node.devices) for node in cluster.nodes])])
-    rank_of = np.array([first_rank[n] + i for n in nodes for i in inside[n]], dtype=np.int64)
+    rank_of = np.array([first_rank[n] + i for n in node_order for i in device_order[n]], dtype=np.int64)
 
     def with_sorted_devices(n: int) -> Node:
         node = cluster.nodes[n]
-        return replace(node, devices=tuple(node.devices[i] for i in inside[n]))
+        return replace(node, devices=tuple(node.devices[i] for i in device_order[n]))
 
     links = []
     for (a, b), link in cluster.links:
         pair = sorted((place_of_node[a], place_of_node[b]))
         links.append(((pair[0], pair[1]), link))
     links.sort(key=lambda item: item[0])
-    moved = Cluster(
-        nodes=tuple(with_sorted_devices(n) for n in nodes),
+    sorted_cluster = Cluster(
+        nodes=tuple(with_sorted_devices(n) for n in node_order),
         network=cluster.network,
         links=tuple(links),
     )
     weights = workload.zero_weights
     if weights is not None:
         workload = replace(workload, zero_weights=tuple(weights[rank] for rank in rank_of))
-    if workload.zero_stage:  # ranks keep their places in ZeRO's rings and among the owners
-        places = workload.zero_order or range(len(rank_of))
+    if workload.zero_stage:
+        # ZeRO's rings follow the job's rank numbers, whatever order the search uses: so their order is kept.
+        zero_places = workload.zero_order or range(len(rank_of))
         workload = replace(
             workload,
-            zero_order=tuple(int(places[rank]) for rank in rank_of),
+            zero_order=tuple(int(zero_places[rank]) for rank in rank_of),
             zero_cluster=workload.zero_cluster or cluster,
         )
-    return moved, workload, rank_of
+    return sorted_cluster, workload, rank_of
 
 
 def schedule_of(problem: Problem, assignment: Assignment, rank_of: Ints) -> Schedule:
-    """An assignment as a schedule of the cluster's own ranks, with whole tokens."""
-    tokens = _that_fit(problem, assignment, whole_shares(assignment.tokens, problem.seq_len, problem.token_unit))
+    """Return an assignment as a schedule with the ranks of the cluster and whole tokens.
+
+    Args:
+        rank_of: rank of the cluster for every canonical rank, as `make_problem` returns it.
+    """
+    tokens = _fit_whole_tokens(
+        problem, assignment, whole_shares(assignment.tokens, problem.seq_len, problem.token_unit)
+    )
     groups = tuple(
         Group(
             ranks=tuple(rank_of[group].tolist()),
@@ -111,14 +126,17 @@ def schedule_of(problem: Problem, assignment: Assignment, rank_of: Ints) -> Sche
     )
 
 
-def _that_fit(problem: Problem, assignment: Assignment, tokens: Ints) -> Ints:
-    """Whole tokens; where rounding overfills a rank, a unit of its goes to the rank with most room."""
+def _fit_whole_tokens(problem: Problem, assignment: Assignment, tokens: Ints) -> Ints:
+    """Return tokens with which ranks fit into memory: rounding to whole tokens may have overfilled some.
+
+    While a rank is overfilled, one of its token units moves to the rank with most free memory.
+    """
     grouping, tokens = problem.grouping(assignment.groups), tokens.copy()
     for _ in range(len(tokens)):
         need_D = problem.cost.memory_bytes(grouping, tokens.astype(np.float64), assignment.heads)
-        room_D = np.where(tokens > 0, problem.cost.capacity_bytes_D - need_D, 0.0)
-        fullest, emptiest = int(room_D.argmin()), int(room_D.argmax())
-        if room_D[fullest] >= 0 or room_D[emptiest] <= 0:
+        free_bytes_D = np.where(tokens > 0, problem.cost.capacity_bytes_D - need_D, 0.0)
+        fullest, emptiest = int(free_bytes_D.argmin()), int(free_bytes_D.argmax())
+        if free_bytes_D[fullest] >= 0 or free_bytes_D[emptiest] <= 0:
             break
         tokens[fullest] -= problem.token_unit
         tokens[emptiest] += problem.token_unit

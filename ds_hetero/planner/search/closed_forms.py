@@ -1,4 +1,7 @@
-"""Stage II: for one partition, the best of a few heads and tokens in closed form.
+"""Stage II: for one partition of the ranks into groups, compute shares of heads and tokens in closed form.
+
+Heads are divided over the ranks of a group by speed (`spread_heads`). Tokens are divided over groups in several ways,
+and over the ranks of a group by speed (`shares`). The cost model chooses the best of these assignments.
 
 Dimension key: D ranks, K groups, C candidate shares of groups, W weights of ranks in a group.
 """
@@ -18,19 +21,24 @@ from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.ring_order import best_order, ring_orders
 from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
 
-# Heads in proportion to this power of speed, the likeliest first: slow links favour equal heads. Of many ranks the
-# first alone is tried. Chosen, never measured.
+# Heads are shared in proportion to these powers of speed, the likeliest first: over slow links, more equal heads are
+# better. With many ranks only the first power is tried. Chosen, never measured.
 EXPONENTS = (1.0, 0.5, 0.0)
-ONE_PARTITION = 0.2  # share of the remaining budget that one partition may take; chosen, never measured
+ONE_PARTITION = 0.2  # most of the remaining budget that one partition may take, as a share; chosen, never measured
 
 
 def best_assignment(
     problem: Problem, groups: Sequence[Ints], active: Bools, budget: EvaluationBudget, below_s: float = np.inf
 ) -> Assignment | None:
-    """Heads and tokens of one partition by closed forms, the best by the cost model.
+    """Return the best assignment of one partition among closed forms, by the cost model.
 
-    None where a group has no working rank, nothing fits into memory, nothing takes less than ``below_s`` in any order
-    of the groups, or the budget is used up.
+    None if a group has no working rank, nothing fits into memory, nothing is faster than ``below_s`` in any order of
+    the groups, or the budget is used up.
+
+    Args:
+        groups: the partition; all ranks, the idle ones included.
+        active: mask of the ranks that work, ``[D]``.
+        below_s: time that an assignment has to beat.
     """
     if budget.is_spent(ONE_PARTITION) or not all(active[group].any() for group in groups):
         return None
@@ -43,12 +51,13 @@ def best_assignment(
         options = options[: budget.rows(grouping, len(options), ONE_PARTITION)]
         if not options:
             continue
-        tokens_BD, heads_BD = problem.rows_of(options)
+        tokens_BD, heads_BD = problem.as_rows(options)
         limit_s = best.time_s if best else np.inf
         time_B = problem.time_s(grouping, tokens_BD, heads_BD, min(limit_s, below_s))
         best = problem.fastest_that_fits(grouping, tokens_BD, heads_BD, time_B, limit_s) or best
         is_fast_enough = np.isfinite(time_B).any()
-        if best is None and is_fast_enough:  # but no row fits: move tokens of the likeliest and the least likely one
+        if best is None and is_fast_enough:
+            # No row fits into memory: move tokens of the likeliest row and of the least likely one until they fit.
             fitted_options = []
             for tokens_D, heads_D in (options[0], options[-1]):
                 fitted_D = fit_memory(problem.cost, grouping, tokens_D, heads_D)
@@ -63,7 +72,7 @@ def best_assignment(
 def _closed_forms(
     problem: Problem, grouping: Grouping, groups: Sequence[Ints], active: Bools, exponents: Sequence[float]
 ) -> Iterator[tuple[Floats, Ints]]:
-    """Tokens and heads, each ``[D]``, the likeliest first."""
+    """Yield tokens and heads by rank, ``[D]`` each, the likeliest first."""
     token_speed = np.where(active, problem.token_speed, 0.0)
     token_speed_K = grouping.by_group(np.add, token_speed)
     tokens_by_heads: dict[bytes, Floats] = {}  # other exponents and units often have the same heads
@@ -74,7 +83,7 @@ def _closed_forms(
             attention_speed_K = 1 / grouping.by_group(np.maximum, heads_D * problem.attention_s)
             share_CK = fill_groups(token_speed_K, attention_speed_K, problem.sees_everything)
             weights = [token_speed]
-            if len(exponents) > 1:  # tokens like heads: what a rank computes itself it need not send
+            if len(exponents) > 1:  # tokens in proportion to heads: a rank need not send the heads that it computes
                 weights.append(heads_D.astype(float))
             share_CWD = np.stack([fill_ranks(share_CK, grouping.group_of, weight) for weight in weights], axis=1)
             tokens_by_heads[key] = share_CWD.reshape(-1, problem.num_ranks) * problem.seq_len
@@ -83,9 +92,9 @@ def _closed_forms(
 
 
 def spread_heads(problem: Problem, groups: Sequence[Ints], active: Bools, unit: int, exponent: float = 1.0) -> Ints:
-    """Heads of every rank, in multiples of ``unit``: within each group the slowest finishes as early as it can.
+    """Return heads by rank, in multiples of ``unit``, with which every group's slowest rank ends as early as possible.
 
-    An ``exponent`` below 1 makes ranks more equal than their speeds are.
+    An ``exponent`` below 1 makes the heads more equal than the speeds are.
     """
     heads = np.zeros(problem.num_ranks, dtype=np.int64)
     speed = np.where(active, problem.speed**exponent, 0.0)

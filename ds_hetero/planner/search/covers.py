@@ -1,10 +1,9 @@
-"""Covers of heads: which mixes of unlike devices waste the fewest heads.
+"""Find groups of unlike devices that compute all heads of the model and waste little speed (bin covering).
 
-If every group must be done with its share of attention in the same time, a device of speed c takes at most
-``floor(tau * c)`` heads for some common tau, and a group must cover all heads of the model: bin covering over
-classes of equal devices. A head cannot be cut, so mixes of fast and slow devices often fit where groups
-of one kind waste part of a device. Ten heads, devices of speeds 3 and 1, tau = 1: four fast devices hold 12 heads and
-waste two; three fast devices and a slow one hold 10.
+All groups should end attention at the same time, which a common level tau expresses: a device of speed c computes at
+most ``floor(tau * c)`` heads. A group needs devices that together cover all heads of the model. A head cannot be cut,
+so a mix of fast and slow devices often fits exactly where devices of one kind waste a part. Example: 10 heads, speeds 3
+and 1, tau = 1. Four fast devices cover 12 heads and waste two; three fast devices and a slow one cover exactly 10.
 
 Dimension key: C classes of equal devices, T levels tau.
 """
@@ -17,90 +16,106 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints, distinct
 
-# Covers that are looked at for one level. Chosen, never measured.
+# Minimal covers that are listed for one level. Chosen, never measured.
 MAX_PATTERNS = 20_000
-# Weights of the mix against wasted heads: a little, none at all, much. Chosen, never measured.
+# Weights of an even mix of kinds against wasted heads, see `cover`: a little, none, much. Chosen, never measured.
 THRIFT = (0.05, 0.0, 0.5)
-# A pattern is used for so large a part of the devices that it could use, before the mix is looked at again. Chosen.
-_USES_AT_ONCE = 4
+# A pattern is used for one in so many of the groups that it could form, before the best pattern is chosen again.
+# Chosen, never measured.
+_REUSE_DIVISOR = 4
 
 
 def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> Iterator[tuple[float, list[Ints], Ints]]:
-    """The most promising levels tau and their covers, best first.
+    """Yield the most promising levels tau and their groups, best first.
 
-    tau runs over the values at which some class gains a head. With b groups at level tau attention takes
-    time in proportion to ``tau / b``, so that is the order.
+    The levels are those at which a device of some class gains a head. With b groups at level tau, attention takes time
+    in proportion to ``tau / b``, which gives the order.
 
     Args:
-        speed_C: speed of each class, count_C: devices of each class.
+        speed_C: speed of a device of each class.
+        count_C: devices of each class.
         num_heads: heads to cover, in units of the head granularity.
-        keep: how many covers to yield.
+        keep: number of covers to yield.
 
     Yields:
-        tau, the groups as counts by class, and the counts left over.
+        tau; the devices of every group, as counts by class; and the devices in no group, as counts by class.
     """
+    # At level i / speed a device of this speed computes i heads, and at any lower level fewer.
     levels_T = distinct(np.concatenate([np.arange(1, num_heads + 1) / speed for speed in speed_C]))
     heads_TC = np.minimum(np.floor(levels_T[:, None] * speed_C + 1e-9), num_heads)
     most_groups_T = (heads_TC @ count_C) // num_heads  # if no head were wasted
-    possible = np.flatnonzero(most_groups_T >= 1)
-    least_time_T = levels_T[possible] / most_groups_T[possible]
-    possible = possible[np.argsort(least_time_T, kind="stable")][: 3 * keep]
-    covers: list[tuple[float, int, float, list[Ints], Ints]] = []  # time, level, thrift, groups, devices left over
-    for t in possible.tolist():
+    possible_levels = np.flatnonzero(most_groups_T >= 1)
+    least_times = levels_T[possible_levels] / most_groups_T[possible_levels]
+    promising_levels = possible_levels[np.argsort(least_times, kind="stable")][: 3 * keep]
+    covers: list[tuple[float, int, float, list[Ints], Ints]] = []  # time, level, thrift, groups, unused devices
+    for t in promising_levels.tolist():
         num_better = sum(time < levels_T[t] / most_groups_T[t] for time, *_ in covers)
         if num_better >= keep:
             break  # no cover of this level or of a later one is among the best
         heads_C = heads_TC[t].astype(np.int64)
         patterns = minimal_covers(heads_C, count_C, num_heads)
         for thrift in THRIFT:
-            groups, left = cover(patterns, heads_C, count_C, num_heads, thrift)
+            groups, unused = cover(patterns, heads_C, count_C, num_heads, thrift)
             if groups:
-                covers.append((float(levels_T[t]) / len(groups), t, thrift, groups, left))
+                covers.append((float(levels_T[t]) / len(groups), t, thrift, groups, unused))
     covers.sort(key=lambda item: item[:3])
-    for _, t, _, groups, left in covers[:keep]:
-        yield float(levels_T[t]), groups, left
+    for _, t, _, groups, unused in covers[:keep]:
+        yield float(levels_T[t]), groups, unused
 
 
 def cover(patterns: Ints, heads_C: Ints, count_C: Ints, num_heads: int, thrift: float) -> tuple[list[Ints], Ints]:
-    """Groups, as counts by class, that cover ``num_heads`` with little waste and keep the mix; and what is left.
+    """Form groups that cover ``num_heads`` with little waste; return them and the unused devices, as counts by class.
 
-    Greedy: always the pattern of least waste plus ``thrift`` times its deviation from the mix of the devices still
-    free, a few times over before the mix is looked at again.
+    Greedy: the next group takes the pattern with the least sum of waste and ``thrift`` times its deviation from the mix
+    of the unused devices, both in heads. A group that takes the kinds evenly leaves an even mix for later groups. A
+    pattern is used several times before the mix is computed again.
+
+    Args:
+        patterns: sets of devices that cover all heads, as counts by class, ``[patterns, C]``.
+        heads_C: heads that a device of each class computes.
+        count_C: devices of each class.
     """
-    left = count_C.copy()
+    unused = count_C.copy()
     groups: list[Ints] = []
     while len(patterns):
-        patterns = patterns[(patterns <= left).all(axis=1)]
+        patterns = patterns[(patterns <= unused).all(axis=1)]
         if not len(patterns):
             break
         waste = patterns @ heads_C - num_heads
-        even_mix_C = left * (num_heads / (left @ heads_C))
+        even_mix_C = unused * (num_heads / (unused @ heads_C))
         deviation = np.abs(patterns - even_mix_C) @ heads_C
         cost = np.round(waste + thrift * deviation, 9)  # ties are ties on every machine
         best = patterns[np.argmin(cost)]
         is_used_C = best > 0
-        times = int((left[is_used_C] // best[is_used_C]).min())
+        times = int((unused[is_used_C] // best[is_used_C]).min())
         is_exact_mix = deviation.min() <= 1e-9
-        if not is_exact_mix:
-            times = max(1, times // _USES_AT_ONCE)
+        if not is_exact_mix:  # every use changes the mix, and may make another pattern better
+            times = max(1, times // _REUSE_DIVISOR)
         groups += [best] * times
-        left = left - times * best
-    return groups, left
+        unused = unused - times * best
+    return groups, unused
 
 
 def minimal_covers(heads_C: Ints, count_C: Ints, num_heads: int) -> Ints:
-    """Counts by class that cover all heads with no device to spare, ``[patterns, C]``.
+    """List the sets of devices that cover all heads and of which no device can be left out.
 
-    The counts of all classes but the slowest run over a grid; the slowest class fills up what is missing. Of 3 and 1
-    heads a device and 8 heads to cover: (0, 8), (1, 5), (2, 2), (3, 0).
+    The counts of all classes but the slowest run over a grid, and devices of the slowest class compute the missing
+    heads. Example: devices with 3 and with 1 head, 8 heads to cover: (0, 8), (1, 5), (2, 2), (3, 0).
+
+    Args:
+        heads_C: heads that a device of each class computes.
+        count_C: devices of each class.
+
+    Returns:
+        Counts by class, ``[patterns, C]``. With very many patterns some are left out, see `MAX_PATTERNS`.
     """
     useful = np.flatnonzero(heads_C)
     fastest_first = useful[np.argsort(-heads_C[useful], kind="stable")]
     limits = [int(min(count_C[c], -(-num_heads // heads_C[c]))) + 1 for c in fastest_first[:-1]]
     while np.log(limits).sum() > np.log(MAX_PATTERNS) + 1e-9:
         limits[int(np.argmax(limits))] -= 1
-    # Axes of the grid: classes of which more than none can be used. Of unlike devices there are more classes than axes
-    # that an array can have.
+    # Axes of the grid: classes of which at least one device can be used. With very unlike devices there are more
+    # classes than an array can have axes.
     axes = [i for i, limit in enumerate(limits) if limit > 1]
     size = [limits[i] for i in axes]
     grid = np.indices(size).reshape(len(size), int(np.prod(size))).T  # [patterns, axes]
@@ -114,5 +129,5 @@ def minimal_covers(heads_C: Ints, count_C: Ints, num_heads: int) -> Ints:
     covered = patterns @ heads_C
     heads_of_used = np.where(patterns[:, fastest_first] > 0, heads_C[fastest_first], np.iinfo(np.int64).max)
     is_minimal = covered - heads_of_used.min(axis=1) < num_heads
-    exist = fill <= count_C[slowest]
-    return np.asarray(patterns[is_minimal & exist])
+    is_available = fill <= count_C[slowest]
+    return np.asarray(patterns[is_minimal & is_available])

@@ -1,6 +1,7 @@
-"""Last changes that make a schedule plainer and cost no time: by rank, what is alike gets alike.
+"""Make a schedule plainer at no cost in time: equal ranks get equal shares, slow ranks no more than fast ones.
 
-A descent ends wherever no move saves time: equal ranks may differ then, or a slow rank have more than a fast one.
+A descent ends where no move saves time. There equal ranks may still have different shares, or a slow rank may have more
+than a fast one of the same node, although neither saves time. Users would ask why.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ import numpy as np
 
 from ds_hetero.planner.search.problem import Assignment, Problem
 
-LEAST_TIME = 1e-5  # of the time, that equal shares of equal ranks may cost; chosen, never measured
+MAX_PLAINER_LOSS = 1e-5  # relative loss of time that plainer shares may cost; chosen, never measured
 
 
 def trade_places(problem: Problem, start: Assignment) -> Assignment:
-    """Let two ranks of a node trade places where the slower one has more of both tokens and attention work.
+    """Swap two ranks of a node if the slower one has at least as many tokens and as much attention work.
 
-    Their links are the same, so the trade never costs time.
+    Both have the same links, so the swap should cost no time; `problem.best` checks it.
     """
     best = start
     speeds_3D = np.stack([problem.speed, problem.token_speed, problem.cost.capacity_bytes_D])
-    is_no_faster_DD = (speeds_3D[:, :, None] <= speeds_3D[:, None]).all(axis=0)  # the first than the second
+    is_no_faster_DD = (speeds_3D[:, :, None] <= speeds_3D[:, None]).all(axis=0)  # [i, j]: rank i is no faster than j
     is_on_one_node_DD = problem.node[:, None] == problem.node
     is_other_kind_DD = problem.kind[:, None] != problem.kind
     slower, faster = np.nonzero(is_on_one_node_DD & is_no_faster_DD & is_other_kind_DD)
@@ -29,21 +30,24 @@ def trade_places(problem: Problem, start: Assignment) -> Assignment:
         attention_work = best.heads * length_K[group_of]
         if best.tokens[slow] < best.tokens[fast] or attention_work[slow] < attention_work[fast]:
             continue
-        place = np.arange(problem.num_ranks)
-        place[[slow, fast]] = fast, slow
-        groups = [place[group] for group in best.groups]
-        option = (best.tokens[place], best.heads[place])
-        best = problem.best(problem.grouping(groups), [option], best.time_s * (1 + LEAST_TIME)) or best
+        swapped = np.arange(problem.num_ranks)  # every rank, but the two have each other's number
+        swapped[[slow, fast]] = fast, slow
+        groups = [swapped[group] for group in best.groups]
+        option = (best.tokens[swapped], best.heads[swapped])
+        best = problem.best(problem.grouping(groups), [option], best.time_s * (1 + MAX_PLAINER_LOSS)) or best
     return best
 
 
 def share_equally(problem: Problem, start: Assignment) -> Assignment:
-    """Equal tokens for ranks that are equal in everything else, unless that costs time."""
+    """Give ranks of the same kind, node, group and number of heads the mean of their tokens, unless that costs time.
+
+    Ranks without tokens stay without tokens.
+    """
     grouping = problem.grouping(start.groups)
     has_tokens = start.tokens > 0
-    labels = np.stack([problem.kind, problem.node, grouping.group_of, start.heads, has_tokens], axis=1)
-    _, label = np.unique(labels, axis=0, return_inverse=True)
-    label = label.reshape(-1)
+    properties = np.stack([problem.kind, problem.node, grouping.group_of, start.heads, has_tokens], axis=1)
+    _, label = np.unique(properties, axis=0, return_inverse=True)
+    label = label.reshape(-1)  # ranks that are equal in all properties have the same label
     mean_tokens = np.bincount(label, weights=start.tokens) / np.bincount(label)  # by label
     option = (mean_tokens[label], start.heads)
-    return problem.best(grouping, [option], start.time_s * (1 + LEAST_TIME)) or start
+    return problem.best(grouping, [option], start.time_s * (1 + MAX_PLAINER_LOSS)) or start

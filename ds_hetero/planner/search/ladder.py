@@ -1,4 +1,4 @@
-"""Counts of groups, or of nodes, worth trying."""
+"""Numbers of groups, or of nodes, that are tried: all small ones, then ever fewer."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ _LADDER = (
 
 
 def ladder(limit: int) -> list[int]:
-    """The steps up to ``limit``: 1, 2, ... 8, 10, 12, ... 16, 20, 24, ..."""
-    return [step for step in _LADDER if step <= limit]
+    """Return the numbers to try up to ``limit``: 1, 2, ... 8, 10, 12, ... 16, 20, 24, ..., and at most 512."""
+    return [number for number in _LADDER if number <= limit]

@@ -1,4 +1,7 @@
-"""Sets of ranks that move together: with equal devices every bottleneck is a tie of many, and no single move lowers it.
+"""Sets of ranks whose tokens move together.
+
+With equal devices many ranks tie for the slowest, and no move of a single rank lowers the maximum: all slowest ranks
+have to get fewer tokens in one move.
 
 Dimension key: D ranks, K groups, S sets of ranks.
 """
@@ -13,19 +16,22 @@ from ds_hetero.common.arrays import Bools, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.problem import Assignment, Problem
 
-# A label with more values than this does not become sets; the second limit is for nodes, groups and single ranks. So
-# above 16 ranks no rank moves alone: a round would be thousands of moves. Chosen, never measured.
+# Most values of a label (kind, class, node, ...) from which sets are made; `FEW_SETS` is the limit for nodes, groups
+# and single ranks. So with more than 16 ranks no rank moves alone: a round would be thousands of moves. Chosen, never
+# measured.
 MAX_SETS, FEW_SETS = 32, 16
-_MAX_MAKEUP_TABLE = 4_000_000  # entries of a table of groups by classes; 32 MB; chosen, never measured
+_MAX_MAKEUP_TABLE = 4_000_000  # entries of a table of groups by classes, 32 MB; chosen, never measured
 
 
-def rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
-    """Class of every rank, ``[D]``: one class is ranks that do the same work in groups of the same makeup.
+def rank_classes(problem: Problem, grouping: Grouping, current: Assignment) -> Ints:
+    """Return the class of every rank, ``[D]``: ranks that do the same work in groups of the same makeup.
 
-    Ranks of one kind with one number of heads do the same work. Where there are too many groups to compare their
-    makeups, that alone is the class.
+    Ranks do the same work if they have the same kind and number of heads. The makeup of a group is its number of ranks
+    for every work. With too many groups to compare their makeups, the work alone is the class. Example: groups of a
+    fast and a slow rank, a fast and a slow rank, and two slow ranks, all with 4 heads: three classes, which are the
+    fast ranks, the slow ranks of the first two groups, and those of the last group.
     """
-    _, work = np.unique(problem.kind * (problem.num_heads + 1) + at.heads, return_inverse=True)
+    _, work = np.unique(problem.kind * (problem.num_heads + 1) + current.heads, return_inverse=True)
     num_works = int(work.max()) + 1
     if grouping.num_groups * num_works > _MAX_MAKEUP_TABLE:
         return np.asarray(work)
@@ -37,7 +43,7 @@ def rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
 
 
 def rank_sets(problem: Problem, grouping: Grouping, rank_class: Ints) -> Bools:
-    """Ranks to move together: by kind, by class, by node, by group, one by one; as masks ``[S, D]``."""
+    """Return sets of ranks to move together, by kind, class, node, group and one by one, as masks ``[S, D]``."""
     single = np.arange(problem.num_ranks)
     labels = (
         (problem.kind, MAX_SETS),
@@ -50,9 +56,12 @@ def rank_sets(problem: Problem, grouping: Grouping, rank_class: Ints) -> Bools:
 
 
 def sets_of_labels(labels: Sequence[tuple[Ints, int]], num_ranks: int) -> Bools:
-    """The sets of ranks with one value of a label, each once, ``[S, D]``; each label with its limit of values.
+    """Return the sets of ranks that have the same value of a label, each set once, as masks ``[S, D]``.
 
-    The label 0 0 1 gives the sets {0, 1} and {2}; a label of one value gives none.
+    The label 0 0 1 gives the sets {0, 1} and {2}; a label with a single value gives no set.
+
+    Args:
+        labels: labels, ``[D]``, each with a limit; a label with more different values than its limit gives no set.
     """
     masks = [np.zeros((0, num_ranks), dtype=bool)]
     for label, limit in labels:

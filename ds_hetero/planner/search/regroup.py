@@ -1,6 +1,6 @@
-"""Descent over partitions: ranks change groups one by one, where there are few; then other ranks work.
+"""Local search over partitions: move one rank to another group at a time; then try other sets of working ranks.
 
-Stage I lists partitions by rules and looks at each once; the neighbours of a good one are often better.
+Stage I proposes partitions by rules and evaluates each once. The neighbours of a good partition are often better.
 """
 
 from __future__ import annotations
@@ -12,41 +12,54 @@ from ds_hetero.planner.search.moves import STEPS
 from ds_hetero.planner.search.partitions import neighbours
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shortlist import Shortlist
-from ds_hetero.planner.search.starts import M1_IDLE, of_partitions
+from ds_hetero.planner.search.starts import M1_IDLE, best_of_partitions
 from ds_hetero.planner.search.working_sets import working_sets
 
 # Chosen, never measured alone; `python -m benchmarks.planner exact --cards` compares the whole with the optimum.
-REGROUP_RANKS = 32  # ranks up to which ranks change groups one by one
-_REGROUP_ROUNDS = 4  # of neighbours of the best, and of other working ranks
-_DESCENTS, _SLOWEST_DESCENT = 2, 1.1  # neighbours that are refined, and how much slower than the best they may be
-_MOST_SETS = 12  # of working ranks that are tried once more, those of the best bounds
-_LEAST_GAIN_OF_OTHERS = 1e-5  # of the time, that other working ranks must save
+REGROUP_RANKS = 32  # most ranks with which partitions are searched in this way
+_REGROUP_ROUNDS = 4  # most rounds over the neighbours of the best, and over other sets of working ranks
+_REFINED_NEIGHBOURS = 2  # number of best neighbours that descend in heads and tokens
+_SLOWEST_REFINED = 1.1  # most time of such a neighbour, as a multiple of the best neighbour's
+_REFINED_PARTS = 4  # a descent gets one of so many parts of the remaining budget
+_MAX_SETS_RETRIED = 12  # most sets of working ranks that are tried in a round, those with the best bounds
+_LEAST_SET_GAIN = 1e-5  # relative gain of time that another set of working ranks must have
 
 
 def regroup(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
-    """Descend over partitions: the best neighbour with its own closed forms, as long as that gets better."""
+    """Go from partition to partition as long as that saves time; return the best assignment.
+
+    A round computes closed forms for every neighbour of the best partition (see `neighbours`), descends from the best
+    two of them and goes on from the better one.
+    """
     best = start
     for _ in range(_REGROUP_ROUNDS):
-        active = best.tokens > 0
-        shortlist = Shortlist(_DESCENTS, _SLOWEST_DESCENT)
-        for groups in neighbours(problem, best.groups):
-            assignment = best_assignment(problem, groups, active, budget, shortlist.limit_s)
-            if assignment is not None:
-                shortlist.add(assignment)
-        refined = [descend(problem, option, STEPS[1:3], budget.split(4)) for option in shortlist.best]
-        option = min(refined, key=lambda assignment: assignment.time_s, default=best)
-        if option.time_s >= best.time_s * (1 - LEAST_MOVE_GAIN):
+        refined = _best_neighbour(problem, best, budget)
+        if refined is None or refined.time_s >= best.time_s * (1 - LEAST_MOVE_GAIN):
             break
-        best = option
+        best = refined
     return best
 
 
-def with_other_ranks(problem: Problem, assignments: list[Assignment]) -> list[Assignment]:
-    """Put a faster assignment in which other ranks work in front, if there is one.
+def _best_neighbour(problem: Problem, current: Assignment, budget: EvaluationBudget) -> Assignment | None:
+    """Return the best assignment in a neighbouring partition with the same working ranks; None if none fits."""
+    active = current.tokens > 0
+    shortlist = Shortlist(_REFINED_NEIGHBOURS, _SLOWEST_REFINED)
+    for groups in neighbours(problem, current.groups):
+        assignment = best_assignment(problem, groups, active, budget, shortlist.limit_s)
+        if assignment is not None:
+            shortlist.add(assignment)
+    refined = []
+    for assignment in shortlist.best:
+        refined.append(descend(problem, assignment, STEPS[1:3], budget.split(_REFINED_PARTS)))
+    return min(refined, key=lambda assignment: assignment.time_s, default=None)
 
-    Stage I shares one small budget among all sets of working ranks: where links are slow, many of them could win, and
-    most are not looked at. Here each has a part of a budget of its own, and so have those that work in the best one. Of
-    up to `EXHAUSTIVE_RANKS` stage I looks at all.
+
+def with_other_ranks(problem: Problem, assignments: list[Assignment]) -> list[Assignment]:
+    """Try other sets of working ranks; return the assignments with those that are faster than the best in front.
+
+    Stage I gives all sets with idle ranks one small budget, so over slow links, where many sets could win, most stay
+    unevaluated. Here every such set has a separate budget; so has the set of the best assignment, if stage I did not
+    evaluate all its partitions. Up to `EXHAUSTIVE_RANKS` ranks this is skipped, since stage I evaluates all sets.
     """
     if not assignments or not EXHAUSTIVE_RANKS < problem.num_ranks <= REGROUP_RANKS:
         return assignments
@@ -63,19 +76,20 @@ def with_other_ranks(problem: Problem, assignments: list[Assignment]) -> list[As
 
 
 def _start_of_other_ranks(problem: Problem, best: Assignment) -> Assignment | None:
-    """The fastest start of sets of working ranks that were not looked at whole, if it is faster than ``best``."""
+    """Return the fastest start over sets that stage I did not fully evaluate; None if none is faster than ``best``."""
     sets = [best.tokens > 0, *working_sets(problem)]
-    new_sets = [active for active in sets if active.tobytes() not in problem.looked_at]
-    promising = [active for active in new_sets if problem.bound_s(active) < best.time_s]
-    promising = sorted(promising, key=problem.bound_s)[:_MOST_SETS]
-    to_beat = best._replace(time_s=best.time_s * (1 - _LEAST_GAIN_OF_OTHERS))
+    new_sets = [active for active in sets if active.tobytes() not in problem.exhausted_sets]
+    possible_sets = [active for active in new_sets if problem.bound_s(active) < best.time_s]
+    promising_sets = sorted(possible_sets, key=problem.bound_s)[:_MAX_SETS_RETRIED]
+    # The shortlist has one place. It begins with the time to beat, so that slower starts are not evaluated to the end.
+    time_to_beat = best._replace(time_s=best.time_s * (1 - _LEAST_SET_GAIN))
     shortlist = Shortlist(1)
-    shortlist.add(to_beat)
+    shortlist.add(time_to_beat)
     budget = EvaluationBudget.for_ranks(problem.num_ranks)
-    for i, active in enumerate(promising):
-        budget_of_set = budget.split(len(promising) - i)
-        for _ in of_partitions(problem, active, M1_IDLE, budget_of_set, shortlist):
-            pass
-        budget.left_s += budget_of_set.left_s
+    for i, active in enumerate(promising_sets):
+        set_budget = budget.split(len(promising_sets) - i)
+        for _ in best_of_partitions(problem, active, M1_IDLE, set_budget, shortlist):
+            pass  # the shortlist keeps the best
+        budget.left_s += set_budget.left_s  # the next sets get what this one did not use
     (start,) = shortlist.best
-    return None if start is to_beat else start
+    return None if start is time_to_beat else start

@@ -1,8 +1,8 @@
-"""Order in which KV blocks pass through the groups of a ring.
+"""Choose the order of the groups in a ring, in which KV blocks pass from group to group.
 
-Every block travels round the whole ring, so a slow link costs the same wherever it is; what an order can
-change is how many slow links are in the ring, how well neighbouring head cuts match, and how many transfers share
-a port at a time.
+Every block travels round the whole ring, so a slow link costs the same at any place. The order decides how many slow
+links are in the ring, how well the divisions of heads of neighbouring groups match, and how many transfers share a NIC
+port at a time.
 
 Dimension key: K groups.
 """
@@ -18,16 +18,18 @@ from ds_hetero.common.arrays import Floats, Ints, distinct
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.problem import LEAST_ORDER_GAIN, Assignment, Problem
 
-MOST_GROUPS_PERMUTED = 5  # groups up to which every order is tried, at most 24; chosen, never measured
-MOST_GROUPS_TOURED = (
-    96  # groups up to which a tour is improved by 2-opt, whose rounds are quadratic; chosen, never measured
-)
-_TOUR_ROUNDS = 20  # chosen, never measured: rounds end as soon as one improves nothing
-_LEAST_TOUR_GAIN = 1e-12  # of the longest link; less is rounding
+MAX_GROUPS_PERMUTED = 5  # most groups with which every order is tried, at most 24 orders; chosen, never measured
+MAX_GROUPS_TOURED = 96  # most groups with which a tour is improved by 2-opt, a quadratic search; chosen, never measured
+_TOUR_ROUNDS = 20  # most rounds of 2-opt; a round that improves nothing is the last; chosen, never measured
+_LEAST_TOUR_GAIN = 1e-12  # relative to the longest link; less is rounding
 
 
 def best_order(problem: Problem, start: Assignment, budget: EvaluationBudget, *, thorough: bool) -> Assignment:
-    """The same assignment in the best of a few ring orders."""
+    """Return the same assignment in the fastest of a few ring orders.
+
+    Args:
+        thorough: see `ring_orders`.
+    """
     best = start
     if not problem.order_matters(start):
         return best
@@ -40,37 +42,42 @@ def best_order(problem: Problem, start: Assignment, budget: EvaluationBudget, *,
 
 
 def ring_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) -> Iterator[list[Ints]]:
-    """Orders worth trying other than the given one; the thorough ones take longer to find than to evaluate."""
+    """Yield promising ring orders other than the order of ``groups``.
+
+    Args:
+        thorough: True to also yield orders that take longer to find than to evaluate: all orders of up to
+            `MAX_GROUPS_PERMUTED` groups, a tour of more groups.
+    """
     if len(groups) < 3:  # two groups pass blocks to each other in either order
         return
-    if thorough and len(groups) <= MOST_GROUPS_PERMUTED:
+    if thorough and len(groups) <= MAX_GROUPS_PERMUTED:
         yield from _all_orders(problem, groups)
         return
-    is_seen = {np.arange(len(groups)).tobytes()}
+    orders_so_far = {np.arange(len(groups)).tobytes()}
     for order in _promising_orders(problem, groups, thorough):
-        if order.tobytes() not in is_seen:
-            is_seen.add(order.tobytes())
+        if order.tobytes() not in orders_so_far:
+            orders_so_far.add(order.tobytes())
             yield [groups[k] for k in order]
 
 
 def _all_orders(problem: Problem, groups: Sequence[Ints]) -> Iterator[list[Ints]]:
-    """Every order that begins with the first group and differs in more than groups of one makeup."""
+    """Yield every order that begins with the first group, without those that only swap groups of the same makeup."""
     num_nodes = len(problem.inverse_bandwidth)
-    name = problem.kind * num_nodes + problem.node  # equal devices of one node have one name
-    makeup = [tuple(np.sort(name[group]).tolist()) for group in groups]
-    is_seen = {tuple(makeup[1:])}
-    for rest in permutations(range(1, len(groups))):
-        makeups = tuple(makeup[k] for k in rest)
-        if makeups not in is_seen:
-            is_seen.add(makeups)
-            yield [groups[0], *(groups[k] for k in rest)]
+    label = problem.kind * num_nodes + problem.node  # equal devices of a node have the same label
+    makeup = [tuple(np.sort(label[group]).tolist()) for group in groups]
+    makeups_so_far = {tuple(makeup[1:])}
+    for later_groups in permutations(range(1, len(groups))):
+        makeups = tuple(makeup[k] for k in later_groups)
+        if makeups not in makeups_so_far:
+            makeups_so_far.add(makeups)
+            yield [groups[0], *(groups[k] for k in later_groups)]
 
 
 def _promising_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) -> Iterator[Ints]:
-    """Groups node by node; one group of each node in turn; and a short tour over the links.
+    """Yield orders, as indices of groups: node by node; one group of each node in turn; a short tour over the links.
 
-    Node by node a ring has the fewest hops between nodes, in turn the most, with one hop out of each node at a time.
-    Of groups on nodes 0 0 1 1: orders 0 1 2 3 and 0 2 1 3.
+    Node by node the ring has the fewest sends between nodes. In turn it has the most, but each node has one outgoing
+    send at a time. Example: four groups on nodes 0, 0, 1 and 1 give the orders 0 1 2 3 and 0 2 1 3.
     """
     main_node = np.array([np.bincount(problem.node[group]).argmax() for group in groups])
     first_rank = np.array([group[0] for group in groups])
@@ -80,30 +87,33 @@ def _promising_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) 
     place_on_node[by_node] = np.arange(len(groups)) - np.searchsorted(sorted_nodes, sorted_nodes)
     yield by_node
     yield np.lexsort((main_node, place_on_node))
-    if thorough and len(groups) <= MOST_GROUPS_TOURED and len(distinct(main_node)) > 2:
+    if thorough and len(groups) <= MAX_GROUPS_TOURED and len(distinct(main_node)) > 2:
         yield _tour(_distance(problem, groups))
 
 
 def _distance(problem: Problem, groups: Sequence[Ints]) -> Floats:
-    """Mean seconds per byte between the ranks of two groups, ``[K, K]``."""
+    """Return the mean seconds per byte between the ranks of two groups, ``[K, K]``."""
     num_nodes = len(problem.inverse_bandwidth)
     share = np.stack([np.bincount(problem.node[group], minlength=num_nodes) / len(group) for group in groups])
     return np.asarray(share @ problem.inverse_bandwidth @ share.T)
 
 
 def _tour(distance: Floats) -> Ints:
-    """A short round trip over symmetric distances: nearest neighbour, then 2-opt."""
+    """Return a short round trip over symmetric distances ``[K, K]``: nearest neighbour first, then improved by 2-opt.
+
+    2-opt exchanges two links of the trip for two shorter ones, by reversing the part between them.
+    """
     num_groups = len(distance)
     order = [0]
-    free = set(range(1, num_groups))
-    while free:
-        order.append(min(free, key=lambda k: (distance[order[-1], k], k)))
-        free.remove(order[-1])
+    unvisited = set(range(1, num_groups))
+    while unvisited:
+        order.append(min(unvisited, key=lambda k: (distance[order[-1], k], k)))
+        unvisited.remove(order[-1])
     tour = np.array(order)
     for _ in range(_TOUR_ROUNDS):
         has_improved = False
         for i in range(num_groups - 2):
-            # Links a-b and c-d become a-c and b-d when everything from b to c is turned round. All c at once.
+            # Reversing the part from b to c replaces the links a-b and c-d by a-c and b-d. All c are compared at once.
             a, b = tour[i], tour[i + 1]
             c, d = tour[i + 2 :], np.append(tour[i + 3 :], tour[0])
             gain = distance[a, b] + distance[c, d] - distance[a, c] - distance[b, d]

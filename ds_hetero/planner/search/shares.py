@@ -1,10 +1,11 @@
-"""Closed forms of the search: heads over a group, tokens over groups, tokens inside groups.
+"""Closed forms of the search: shares of heads and tokens with which all finish at the same time.
 
-All of them solve "finish together" problems exactly or by a handful of scaled guesses; the cost model then
-chooses between their answers. Numbers in, numbers out: nothing here knows a cluster or a cost model.
+They divide the heads of a group over its ranks (`apportion`), the sequence over groups (`fill_groups` and the functions
+it calls), and the tokens of a group over its ranks (`fill_ranks`, `cap_shares`). Some are exact, others give a few
+guesses, of which the cost model then chooses the best. Inputs and results are plain numbers, without a cluster or a
+cost model. A rank that has to stay idle has speed zero.
 
-Dimension key: D ranks, K groups. ``group_of[D]`` is the ring position of a rank's group.
-Seconds per token and per head are reciprocal speeds; a rank that is to stay idle has weight zero.
+Dimension key: C candidates, D ranks, K groups. ``group_of[D]`` is the ring position of a rank's group.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
 
-QUANTILES = np.array([0.1, 0.25, 0.5, 0.75])  # at which speeds of groups are clipped; chosen, never measured
-_MOST_RATIOS = 256  # of speeds that `two_speed_fill` tries; chosen, never measured
-_TRIANGLE_BISECTIONS = 50  # of `triangle_fill`, to the last bits of a number
+QUANTILES = np.array([0.1, 0.25, 0.5, 0.75])  # quantiles at which group speeds are clipped; chosen, never measured
+_MAX_RATIOS = 256  # ratios of speeds that `two_speed_fill` tries; chosen, never measured
+_TRIANGLE_BISECTIONS = 50  # steps of `triangle_fill`, down to the last bits of a number
 
 
 @lru_cache(maxsize=65536)
 def apportion(speeds: tuple[float, ...], total: int) -> tuple[int, ...]:
-    """Whole shares of ``total`` that minimize ``max(share / speed)``; ties go to the faster, then to the lower index.
+    """Divide ``total`` into whole shares that minimize ``max(share / speed)``; ties go to the faster, then lower index.
 
-    Start from the rounded-down ideal and hand out the rest one by one where it hurts least; exchange shows
-    that no other whole split is better. A speed of zero gets nothing.
+    Start with the ideal shares, rounded down, and give the remaining units one by one to the share that then takes
+    least time. An exchange argument shows that no other whole shares are better. A speed of zero gets nothing. Example:
+    10 by speeds 4, 2 and 1 is 5, 2 and 1 rounded down. The remaining two go to the first (6 / 4 = 1.5) and to the
+    second (3 / 2 = 1.5), not to the third (2 / 1 = 2): 6, 3 and 1.
     """
     all_speeds = sum(speeds)
     shares = [int(total * speed / all_speeds) for speed in speeds]
@@ -41,96 +44,101 @@ def apportion(speeds: tuple[float, ...], total: int) -> tuple[int, ...]:
 
 
 def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
-    """Shares of the sequence by group when each token passes through two machines, one after the other.
+    """Share the sequence over groups that wait for each other twice: outside attention, and in attention.
 
-    Group k handles its tokens at ``token_speed_K[k]`` outside attention and at ``attention_speed_K[k]`` in it; all
-    groups wait for the slowest after each. The linear program
+    Group k computes its tokens at ``token_speed_K[k]`` outside attention and at ``attention_speed_K[k]`` in attention;
+    all groups wait for the slowest one after each. The linear program
 
         minimize t1 + t2   subject to   x_k <= t1 * token_speed_k,  x_k <= t2 * attention_speed_k,  sum x = 1
 
-    has its optimum where t2 / t1 is the ratio of the two speeds of some group, so all K ratios are tried.
+    has its optimum where t2 / t1 is the ratio of the two speeds of some group, so all K ratios are tried. Example:
+    token speeds 4 and 1, attention speeds 2 and 1, so the ratios are 2 and 1. With t2 = 2 t1 the groups compute 4 t1
+    and t1, so t1 = 1/5 and t1 + t2 = 0.6. With t2 = t1 they compute 2 t1 and t1, so t1 = 1/3 and t1 + t2 = 0.67. The
+    first is better, with shares of 0.8 and 0.2.
 
     Returns:
-        x_K, summing to 1.
+        Shares x_K, which sum to 1.
     """
-    # Plain numbers: of a few groups, and there are seldom more, an array's operations take longer.
+    # Plain numbers and no arrays: there are seldom more than a few groups, for which arrays take longer.
     pairs = [(t, a) for t, a in zip(token_speed_K.tolist(), attention_speed_K.tolist(), strict=True) if a > 0]
     pairs.sort(key=lambda pair: pair[0] / pair[1])
     ratio_of_group = [t / a for t, a in pairs]  # ascending
     ratios = sorted(set(ratio_of_group))
-    if len(ratios) > _MOST_RATIOS:
-        some = np.linspace(0, len(ratios) - 1, _MOST_RATIOS).astype(int)
-        ratios = [ratios[i] for i in some.tolist()]
+    if len(ratios) > _MAX_RATIOS:
+        sampled = np.linspace(0, len(ratios) - 1, _MAX_RATIOS).astype(int)
+        ratios = [ratios[i] for i in sampled.tolist()]
     # Token speeds of the first k groups, and attention speeds of all from group k on.
     token_speed_of_first = [0.0, *accumulate(t for t, _ in pairs)]
     attention_speed_from_last = [*accumulate(a for _, a in reversed(pairs))]
     attention_speed_from = [*reversed(attention_speed_from_last), 0.0]
 
     def time_at(ratio: float) -> float:
-        """Time with t2 = ratio * t1: tokens limit the groups up to this ratio, attention limits the others."""
-        below = bisect_right(ratio_of_group, ratio)
-        return float((1 + ratio) / (token_speed_of_first[below] + ratio * attention_speed_from[below]))
+        """Return t1 + t2 for t2 = ratio * t1: tokens limit the groups up to this ratio, attention limits the others."""
+        num_below = bisect_right(ratio_of_group, ratio)
+        return float((1 + ratio) / (token_speed_of_first[num_below] + ratio * attention_speed_from[num_below]))
 
     share_K = np.minimum(token_speed_K, min(ratios, key=time_at) * attention_speed_K)
     return np.asarray(share_K / share_K.sum())
 
 
 def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everything: bool) -> Floats:
-    """Candidate shares of the sequence by group, ``[C, K]``, best guesses first: HexiSeq's stage II with more forms.
+    """Return candidate shares of the sequence by group, ``[C, K]``, best guesses first: HexiSeq's stage II and more.
 
-    One group after the other as fast as both machines together allow (no barrier between them), the optimum with a
-    barrier (`two_speed_fill`), shares in proportion to either speed and to square roots (arXiv:2605.07569,
-    section 4.3), equal shares, and proportional ones clipped at quantiles: a barrier at every ring step favours
-    equal groups, its absence favours proportional ones.
+    The candidates are: shares by the speed of both parts of a layer together, best if groups do not wait for each other
+    between them; the optimum if groups wait (`two_speed_fill`); shares in proportion to either speed and to square
+    roots (arXiv:2605.07569, section 4.3); equal shares; and shares in proportion to speeds that are clipped at
+    quantiles. If groups wait for each other at every ring step, equal shares are better, else proportional ones.
 
     Args:
-        token_speed_K: shares per second outside attention.
-        attention_speed_K: shares per second in attention, when a group sees the whole sequence.
-        sees_everything: False for contiguous causal groups, which see themselves and what comes before.
+        token_speed_K: shares of the sequence per second outside attention.
+        attention_speed_K: shares per second in attention, if a group sees the whole sequence.
+        sees_everything: False for contiguous groups with causal attention, which see themselves and earlier groups.
     """
-    active = (token_speed_K > 0) & (attention_speed_K > 0)
-    both = np.zeros(len(active))
-    both[active] = 1 / (1 / token_speed_K[active] + 1 / attention_speed_K[active])
-    two = two_speed_fill(token_speed_K, attention_speed_K)
-    equal = active.astype(float)
+    is_active_K = (token_speed_K > 0) & (attention_speed_K > 0)
+    layer_speed_K = np.zeros(len(is_active_K))
+    layer_speed_K[is_active_K] = 1 / (1 / token_speed_K[is_active_K] + 1 / attention_speed_K[is_active_K])
+    with_barrier_K = two_speed_fill(token_speed_K, attention_speed_K)
+    equal_K = is_active_K.astype(float)
     candidates = [] if sees_everything else [triangle_fill(attention_speed_K)]
-    candidates += [both, two, equal, attention_speed_K, np.sqrt(both), token_speed_K]
+    candidates += [layer_speed_K, with_barrier_K, equal_K, attention_speed_K, np.sqrt(layer_speed_K), token_speed_K]
     candidates += [np.sqrt(attention_speed_K), np.sqrt(token_speed_K)]
-    candidates += [np.minimum(attention_speed_K, most) for most in _quantiles(attention_speed_K[active])]
-    share_CK = np.where(active, np.array(candidates), 0.0)
+    candidates += [np.minimum(attention_speed_K, limit) for limit in _quantiles(attention_speed_K[is_active_K])]
+    share_CK = np.where(is_active_K, np.array(candidates), 0.0)
     share_CK = share_CK / share_CK.sum(axis=1, keepdims=True)
-    first: dict[bytes, int] = {}  # candidate of every row; the same twice costs evaluations
+    # Equal candidates would be evaluated twice: only the first is kept.
+    first_of_row: dict[bytes, int] = {}
     for c, row_K in enumerate(np.round(share_CK, 9)):
-        first.setdefault(row_K.tobytes(), c)
-    return np.asarray(share_CK[list(first.values())])
+        first_of_row.setdefault(row_K.tobytes(), c)
+    return np.asarray(share_CK[list(first_of_row.values())])
 
 
 def _quantiles(values: Floats) -> Floats:
-    """Four quantiles, between two values as numpy's are: `numpy.quantile` takes longer than all else here."""
+    """Return the values at `QUANTILES`, interpolated as by `numpy.quantile`, which would be the slowest call here."""
     ordered = np.sort(values)
     place = QUANTILES * (len(ordered) - 1)
     below = np.floor(place).astype(np.int64)
     above = np.minimum(below + 1, len(ordered) - 1)
-    low, high, part = ordered[below], ordered[above], place - below
-    # From the nearer end, as numpy does, so that rounding is the same.
-    from_low, from_high = low + (high - low) * part, high - (high - low) * (1 - part)
-    return np.asarray(np.where(part < 0.5, from_low, from_high))
+    low, high, fraction = ordered[below], ordered[above], place - below
+    # Interpolated from the nearer end, as numpy does, so that rounding is the same.
+    from_low, from_high = low + (high - low) * fraction, high - (high - low) * (1 - fraction)
+    return np.asarray(np.where(fraction < 0.5, from_low, from_high))
 
 
 def triangle_fill(attention_speed_K: Floats) -> Floats:
-    """Shares with which contiguous causal groups finish together.
+    """Return shares with which contiguous groups finish causal attention at the same time, ``[K]``.
 
-    A group that holds x after p sees ``x * (p + x / 2)`` of the square. For a common finishing time every x follows
-    from the ones before; the time is found by bisection.
+    A group with a share x behind a share p of earlier groups computes ``x * (p + x / 2)`` of the square of queries and
+    keys. For a given time every share follows from the earlier ones; the time is found by bisection.
     """
 
     def shares(time_s: float) -> Floats:
-        out = np.empty(len(attention_speed_K))
-        before = 0.0
+        """Return the shares that the groups compute in this time, ``[K]``; their sum may differ from 1."""
+        share_K = np.empty(len(attention_speed_K))
+        earlier_share = 0.0  # p of the formula: x solves x * (p + x / 2) = time * speed
         for k, speed in enumerate(attention_speed_K.tolist()):
-            out[k] = (before * before + 2 * time_s * speed) ** 0.5 - before
-            before += out[k]
-        return out
+            share_K[k] = (earlier_share * earlier_share + 2 * time_s * speed) ** 0.5 - earlier_share
+            earlier_share += share_K[k]
+        return share_K
 
     low, high = 0.0, 1 / float(attention_speed_K.max())
     for _ in range(_TRIANGLE_BISECTIONS):
@@ -143,38 +151,43 @@ def triangle_fill(attention_speed_K: Floats) -> Floats:
 
 
 def fill_ranks(share_CK: Floats, group_of: Ints, token_speed: Floats) -> Floats:
-    """Shares of the sequence by rank, ``[C, D]``: inside each group all ranks finish together outside attention."""
-    of_group_K = _group_sum(token_speed, group_of, share_CK.shape[1])
-    return np.asarray(token_speed * (share_CK / of_group_K)[:, group_of])
+    """Return shares of the sequence by rank, ``[C, D]``: the ranks of a group finish together outside attention.
+
+    Args:
+        share_CK: shares of the groups.
+    """
+    token_speed_K = _group_sum(token_speed, group_of, share_CK.shape[1])
+    return np.asarray(token_speed * (share_CK / token_speed_K)[:, group_of])
 
 
 def cap_shares(share_K: Floats, group_of: Ints, token_speed: Floats, cap: Floats) -> Floats | None:
-    """Like `fill_ranks`, but no rank holds more than its cap: full ranks are fixed, the rest share what remains.
+    """Return shares as `fill_ranks` does, ``[D]``, but no rank gets more than its cap.
 
-    Returns None where the caps of a group do not hold its share.
+    A rank that would get more gets its cap, and the others of its group share the remainder. None if the caps of a
+    group sum to less than its share.
     """
     num_groups = len(share_K)
     cap = np.where(token_speed > 0, cap, 0.0)
     if np.any(_group_sum(cap, group_of, num_groups) < share_K * (1 - 1e-12)):
         return None
-    full = token_speed <= 0
+    is_full = token_speed <= 0
     while True:
-        rest_K = share_K - _group_sum(np.where(full, cap, 0.0), group_of, num_groups)
-        speed_K = _group_sum(np.where(full, 0.0, token_speed), group_of, num_groups)
-        level_K = np.divide(rest_K, speed_K, out=np.zeros(num_groups), where=speed_K > 0)
-        share = np.where(full, cap, token_speed * level_K[group_of])
-        over = (share > cap) & ~full
-        if not over.any():
+        remaining_K = share_K - _group_sum(np.where(is_full, cap, 0.0), group_of, num_groups)
+        speed_K = _group_sum(np.where(is_full, 0.0, token_speed), group_of, num_groups)
+        time_K = np.divide(remaining_K, speed_K, out=np.zeros(num_groups), where=speed_K > 0)
+        share = np.where(is_full, cap, token_speed * time_K[group_of])
+        is_over = (share > cap) & ~is_full
+        if not is_over.any():
             return share
-        full = full | over
+        is_full = is_full | is_over
 
 
 def whole_shares(share: Floats, total: int, unit: int) -> Ints:
-    """``total`` tokens in whole multiples of ``unit``, in proportion to ``share[..., D]``, by largest remainder.
+    """Divide ``total`` tokens in proportion to ``share[..., D]``, in multiples of ``unit``, by largest remainder.
 
-    What does not fill a unit goes to the last rank that has tokens.
+    The tokens that do not fill a unit go to the last rank that has tokens.
     """
-    num_units, rest = divmod(total, unit)
+    num_units, remainder = divmod(total, unit)
     ideal = share * (num_units / share.sum(axis=-1, keepdims=True))
     units = np.floor(ideal + 1e-9).astype(np.int64)
     missing = num_units - units.sum(axis=-1, keepdims=True)
@@ -184,14 +197,14 @@ def whole_shares(share: Floats, total: int, unit: int) -> Ints:
     np.put_along_axis(place, by_remainder, np.arange(share.shape[-1]), axis=-1)
     units += place < missing
     tokens = units * unit
-    if rest:
-        from_the_end = np.argmax(units[..., ::-1] > 0, axis=-1)
-        last = np.expand_dims(share.shape[-1] - 1 - from_the_end, -1)
+    if remainder:
+        place_from_end = np.argmax(units[..., ::-1] > 0, axis=-1)
+        last = np.expand_dims(share.shape[-1] - 1 - place_from_end, -1)
         tokens_of_last = np.take_along_axis(tokens, last, axis=-1)
-        np.put_along_axis(tokens, last, tokens_of_last + rest, axis=-1)
+        np.put_along_axis(tokens, last, tokens_of_last + remainder, axis=-1)
     return np.asarray(tokens)
 
 
 def _group_sum(values: Floats, group_of: Ints, num_groups: int) -> Floats:
-    """Sums over the ranks of every group, ``[K]``."""
+    """Return the sum of ``values`` over the ranks of every group, ``[K]``."""
     return np.asarray(np.bincount(group_of, weights=values, minlength=num_groups), dtype=np.float64)

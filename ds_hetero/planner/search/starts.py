@@ -1,4 +1,4 @@
-"""Where the search begins: closed forms of every partition of stage I, for every set of working ranks."""
+"""Starts of the search: the best closed form of every partition of stage I, for every set of working ranks."""
 
 from __future__ import annotations
 
@@ -14,37 +14,43 @@ from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shortlist import Shortlist
 from ds_hetero.planner.search.working_sets import working_sets
 
-M1_IDLE = 12  # partitions tried of a set in which some ranks stay idle; chosen, never measured
-_IDLE_PARTS = 3  # sets with idle ranks have a third of the budget among them; chosen, never measured
+M1_IDLE = 12  # most partitions that are tried for a set with idle ranks; chosen, never measured
+_IDLE_PARTS = 3  # all sets with idle ranks share one of so many parts of the budget; chosen, never measured
 
 
 def starts(problem: Problem, budget: EvaluationBudget, shortlist: Shortlist) -> list[Assignment]:
-    """The best of all partitions of stage I, for every set of working ranks that could still win.
+    """Return the best starts over all sets of working ranks and partitions of stage I.
 
-    Fewer working ranks need at least the balanced time over their own speeds, which rules most sets out where links are
-    fast.
+    A set of ranks is skipped if a lower bound of its time, perfect balance over these ranks, is no better than the best
+    start so far. Where links are fast this rules out most sets.
 
     Args:
-        shortlist: an empty one, which says what is worth evaluating to the end.
+        shortlist: an empty shortlist; its limit decides which assignments are evaluated to the end.
     """
     best_s = np.inf
-    idle_budget = EvaluationBudget(budget.left_s / _IDLE_PARTS)  # besides the one of all ranks
+    idle_budget = EvaluationBudget(budget.left_s / _IDLE_PARTS)  # in addition to the budget of the set of all ranks
     for active in working_sets(problem):
         if problem.bound_s(active) >= best_s:
             continue
         has_idle = not active.all()
-        keep = M1_IDLE if has_idle and problem.num_ranks > EXHAUSTIVE_RANKS else M1
-        for assignment in of_partitions(problem, active, keep, idle_budget if has_idle else budget, shortlist):
+        num_partitions = M1_IDLE if has_idle and problem.num_ranks > EXHAUSTIVE_RANKS else M1
+        set_budget = idle_budget if has_idle else budget
+        for assignment in best_of_partitions(problem, active, num_partitions, set_budget, shortlist):
             best_s = min(best_s, assignment.time_s)
     return shortlist.best
 
 
-def of_partitions(
+def best_of_partitions(
     problem: Problem, active: Bools, keep: int, budget: EvaluationBudget, shortlist: Shortlist
 ) -> Iterator[Assignment]:
-    """The best of each of ``keep`` partitions of a set of working ranks, as far as the budget goes; into the shortlist.
+    """Yield the best assignment of each of ``keep`` partitions of the active ranks, and add it to the shortlist.
 
-    A set whose partitions were all looked at is in `Problem.looked_at`: none of them has more to give.
+    The iterator ends early when the budget is used up. Otherwise it adds the set of ranks to `Problem.exhausted_sets`.
+
+    Args:
+        active: mask of the ranks that work, ``[D]``.
+        keep: most partitions that are evaluated.
+        shortlist: receives the assignments; its limit decides which of them are evaluated to the end.
     """
     if budget.is_spent(ONE_PARTITION):
         return
@@ -56,4 +62,4 @@ def of_partitions(
         if assignment is not None:
             shortlist.add(assignment)
             yield assignment
-    problem.looked_at.add(active.tobytes())
+    problem.exhausted_sets.add(active.tobytes())

@@ -1,4 +1,4 @@
-"""Moves of whole token units, where units are coarse and rounding would undo smaller moves.
+"""Moves of whole token units, for units so coarse that rounding would undo smaller moves.
 
 Dimension key: D ranks, S sets of ranks, X moves.
 """
@@ -17,10 +17,10 @@ from ds_hetero.planner.search.rank_sets import FEW_SETS, sets_of_labels
 
 
 def unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Floats:
-    """Changes in units from one set of ranks to another, every rank of a set giving or taking alike, ``[X, D]``.
+    """Return changes in units from one set of ranks to another, ``[X, D]``; the ranks of a set change alike.
 
-    Sets are classes, kinds and groups, and single ranks where there are few. Three ranks give two units each to two
-    ranks, which take three each.
+    Sets are classes, kinds and groups, and single ranks if there are few. Example: three ranks give two units each to
+    two ranks, which take three each.
     """
     num_ranks = problem.num_ranks
     moves = [np.zeros((0, num_ranks))]
@@ -30,15 +30,15 @@ def unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Floats
     for givers, takers in permutations(sets_of_labels(labels, num_ranks), 2):
         if (givers & takers).any():
             continue
-        units = np.lcm(givers.sum(), takers.sum())
-        taken = units // takers.sum() * takers
-        given = units // givers.sum() * givers.astype(float)
-        moves.append((taken - given)[None])
+        num_units = np.lcm(givers.sum(), takers.sum())  # the fewest that both sets can share evenly
+        units_gained = num_units // takers.sum() * takers
+        units_lost = num_units // givers.sum() * givers.astype(float)
+        moves.append((units_gained - units_lost)[None])
     return np.concatenate(moves)
 
 
 def two_units(problem: Problem) -> Floats:
-    """Changes by one unit from a rank to another, or by two such moves at once, where there are few, ``[X, D]``."""
+    """Return changes by one unit between two ranks, or by two such moves at once, ``[X, D]``; none for many ranks."""
     if problem.num_ranks > MAX_PAIRED_RANKS:
         return np.zeros((0, problem.num_ranks))
     single_XD = _one_unit(problem.num_ranks)
@@ -47,7 +47,7 @@ def two_units(problem: Problem) -> Floats:
 
 
 def _one_unit(num_ranks: int) -> Floats:
-    """One unit from every rank to every other one, ``[X, D]``; of two ranks -1 1 and 1 -1."""
+    """Return the changes by one unit from every rank to every other, ``[X, D]``: of two ranks (-1, 1) and (1, -1)."""
     eye = np.eye(num_ranks)
     change_DDD = eye[None] - eye[:, None]  # by giver and taker
     is_other_rank = ~eye.astype(bool)
@@ -55,10 +55,13 @@ def _one_unit(num_ranks: int) -> Floats:
 
 
 def round_to_units(problem: Problem, start: Assignment) -> Assignment | None:
-    """The best whole units near an assignment in single tokens, up to two units from the nearest, if any fits."""
+    """Round an assignment in single tokens to whole units; None if no rounded assignment fits into memory.
+
+    The result is the best of the nearest assignment in whole units and all within two moves of a unit from it.
+    """
     nearest = problem.round(start.tokens)
     no_move = np.zeros((1, len(nearest)))
-    around_XD = nearest + problem.token_unit * np.concatenate([no_move, two_units(problem)])
-    around_XD = around_XD[(around_XD >= 0).all(axis=1)]
-    heads_XD = np.broadcast_to(start.heads, around_XD.shape)
-    return problem.best_row(problem.grouping(start.groups), around_XD, heads_XD, np.inf)
+    tokens_XD = nearest + problem.token_unit * np.concatenate([no_move, two_units(problem)])
+    tokens_XD = tokens_XD[(tokens_XD >= 0).all(axis=1)]
+    heads_XD = np.broadcast_to(start.heads, tokens_XD.shape)
+    return problem.best_row(problem.grouping(start.groups), tokens_XD, heads_XD, np.inf)

@@ -40,10 +40,14 @@
       tooltip: { ...base.tooltip, trigger: "axis", axisPointer: { type: "shadow" } },
       grid: { left: 8, right: 16, top: narrow(width) ? 64 : 36, bottom: 8, containLabel: true },
       xAxis: { type: "value", name: "", ...axis, axisLabel: { ...axis.axisLabel, formatter: (value) => (spec.unit === "s" ? seconds(value) : value.toLocaleString("en") + (spec.unit ? " " + spec.unit : "")) } },
-      yAxis: { type: "category", inverse: true, data: spec.rows, ...axis, axisLabel: { ...axis.axisLabel, formatter: (text) => short(text, width) } },
+      // Bars of one axis stand beside each other: what lies behind the others, such as a card's memory, has an axis of its own.
+      yAxis: [
+        { type: "category", inverse: true, data: spec.rows, ...axis, axisLabel: { ...axis.axisLabel, formatter: (text) => short(text, width) } },
+        { type: "category", inverse: true, data: spec.rows, show: false },
+      ],
       series: spec.series.map((one, i) => ({
-        type: "bar", name: one.name, data: one.values, stack: one.stack, barMaxWidth: 22,
-        barGap: one.behind ? "-100%" : "10%", z: one.behind ? 1 : 2,
+        type: "bar", name: one.name, data: one.values, stack: one.stack, barMaxWidth: one.behind ? 52 : 22,
+        yAxisIndex: one.behind ? 1 : 0, barCategoryGap: one.behind ? "10%" : "30%", z: one.behind ? 1 : 2,
         itemStyle: { color: one.colour ? colour(one.colour) : palette[i % palette.length], opacity: one.behind ? 0.45 : 1 },
       })),
     };

@@ -1,7 +1,7 @@
-"""Attention over a sequence that is split unevenly: ragged all-to-all, sub-rings, ragged all-to-all back.
+"""Attention over a sequence that is split unevenly: uneven all-to-all, sub-rings, uneven all-to-all back.
 
-Each phase is an autograd function of its own, so that the backward frees what a phase has saved before the next phase
-begins. Saved are the exchanged q, k, v, the output, its log-sum-exp and one remote KV block.
+Each phase is an autograd function of its own, so that the backward frees the tensors that a phase has saved before the
+next phase begins. Saved are the exchanged q, k, v, the output, its log-sum-exp and one remote KV block.
 
 Dimension key: B batch, s this rank's tokens, H query heads, G KV heads, D head size; S and h, g after the exchange.
 """
@@ -27,53 +27,69 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_output,
     scatter_sequence,
 )
+from ds_hetero.runtime.attention.kept_results import keep_or_compute
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
+from ds_hetero.runtime.attention.lane_passes import RingContext
 from ds_hetero.runtime.attention.moves import from_attention, to_attention
-from ds_hetero.runtime.attention.ring import RingContext, ring_backward, ring_forward
+from ds_hetero.runtime.attention.ring import ring_backward, ring_forward
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
-    """Attention of a layer: its mask, its scale, and its kernel."""
+    """The attention of a layer: its mask, its scale, and its kernel.
 
-    kernel: AttentionKernel  # computes the blocks; see `ds_hetero.runtime.attention.kernels.select`
-    causal: bool = True  # a query sees no later key
-    window: int | None = None  # with ``causal``, keys a query sees: itself and the ``window - 1`` before it
-    scale: float | None = None  # of the scores; D ** -0.5 if left out
-    softcap: float | None = None  # scores s become softcap * tanh(s / softcap) (Gemma 2)
-    sinks: Tensor | None = None  # [H], a logit per head that takes part in the softmax and carries no value (gpt-oss)
+    Attributes:
+        kernel: computes the blocks; see `ds_hetero.runtime.attention.kernels.select`.
+        causal: a query sees no later key.
+        window: with ``causal``, the number of keys that a query sees: its own and the ``window - 1`` before it.
+        scale: of the scores; D ** -0.5 if left out.
+        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2).
+        sinks: [H], a logit per head that takes part in the softmax and has no value (gpt-oss).
+    """
+
+    kernel: AttentionKernel
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def scores(self, head_dim: int) -> Scores:
-        """Return how attention scores of heads of this size are made."""
+        """Return scale and soft cap of the scores for heads of this size."""
         return Scores(head_dim**-0.5 if self.scale is None else self.scale, self.softcap)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: BatchLayout, spec: AttentionSpec, clock: Clock = UNTIMED
 ) -> Tensor:
-    """Attention of this rank's tokens to the whole sequence. Raises `BatchError`: q, k, v have other shapes.
+    """Compute the attention of this rank's tokens to the whole sequence.
 
         q [B, H, s, D], k and v [B, G, s, D]: this rank's tokens, every head
-        result [B, s, H, D]; zero for tokens that are padding
+        result [B, s, H, D]; zero for padding
 
     Args:
         batch: from `agree_on_batch`.
         clock: times every phase, forward and backward.
 
     Caller: every rank of the replica, once per attention layer.
-    Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point
-        messages in every lane of K units, or more of them, see `ds_hetero.batch.routes`; the same again backward. Two
-        all_to_all_single more, each way, where the placement moves tokens.
+    Collectives: forward two all_to_all_single, and at least K - 1 rounds of point-to-point messages in every lane of K
+        units, see `ds_hetero.batch.routes`; the same again backward. Two more all_to_all_single in forward and backward
+        if the placement moves tokens.
+
+    Raises:
+        BatchError: q, k, v have other shapes.
     """
     _check_shapes(q, k, v, replica, batch)
     q, k, v = to_attention((q, k, v), replica, batch, clock)
     out, begin = [], 0
-    for of_part, part in batch.parts(replica):
+    for part_replica, part in batch.parts(replica):
         end = begin + part.placement.tokens(replica.rank)
-        q_part, k_part, v_part = (x[:, :, begin:end] if x.shape[2] > end - begin else x for x in (q, k, v))
-        out.append(_attention_of_part(q_part, k_part, v_part, of_part, part, spec, clock))
+        q_part, k_part, v_part = q, k, v
+        if q.shape[2] != end - begin:
+            q_part, k_part, v_part = (x[:, :, begin:end] for x in (q, k, v))
+        out.append(_attention_of_part(q_part, k_part, v_part, part_replica, part, spec, clock))
         begin = end
     return from_attention(out[0] if len(out) == 1 else torch.cat(out, dim=1), replica, batch, clock)
 
@@ -81,18 +97,18 @@ def attention(
 def _attention_of_part(
     q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: BatchLayout, spec: AttentionSpec, clock: Clock
 ) -> Tensor:
-    """Attention of the tokens of one part; see `attention`."""
+    """Compute the attention of the tokens of one part of the placement; see `attention`."""
     window = None if spec.window is not None and spec.window >= batch.placement.length else spec.window
     exchange = _exchange(replica, batch)
     rings = batch.rings(replica.rank, spec.causal, window)
     context = RingContext(rings, replica.sp_group, replica.far_group, spec.kernel, spec.scores(q.shape[-1]), clock)
     if exchange.process_group is not None:
-        q, k, v = _Exchanged.apply(gather_sequence, scatter_sequence, exchange, clock, q, k, v)  # type: ignore[no-untyped-call]
-    own_heads = slice(*exchange.own.q)
-    out_SBhD: Tensor = _GroupAttention.apply(q, k, v, spec.sinks, own_heads, context)  # type: ignore[no-untyped-call]
+        q, k, v = _ExchangeHeads.apply(gather_sequence, scatter_sequence, exchange, clock, q, k, v)  # type: ignore[no-untyped-call]
+    local_heads = slice(*exchange.this_member.q)
+    out_SBhD: Tensor = _GroupAttention.apply(q, k, v, spec.sinks, local_heads, context)  # type: ignore[no-untyped-call]
     if exchange.process_group is None:
         return out_SBhD.transpose(0, 1).contiguous()
-    out: Tensor = _Exchanged.apply(scatter_output, gather_output_heads, exchange, clock, out_SBhD)  # type: ignore[no-untyped-call]
+    out: Tensor = _ExchangeHeads.apply(scatter_output, gather_output_heads, exchange, clock, out_SBhD)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -111,22 +127,36 @@ def _exchange(replica: Replica, batch: BatchLayout) -> Exchange:
     return make_exchange(replica, batch.placement)
 
 
-class _Exchanged(torch.autograd.Function):
-    """One exchange of a group, and in the backward its mirror; see `head_exchange`."""
+class _ExchangeHeads(torch.autograd.Function):
+    """Runs one function of `head_exchange` in the forward, and its mirror in the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, there: Callable[..., Any], back: Callable[..., Any], exchange: Exchange, clock: Clock, *own: Tensor
+        ctx: Any,
+        run: Callable[..., Any],
+        mirror: Callable[..., Any],
+        exchange: Exchange,
+        clock: Clock,
+        *tensors: Tensor,
     ) -> Any:
-        ctx.back, ctx.exchange, ctx.clock = back, exchange, clock
-        with clock.phase(ALL_TO_ALL, there.__name__):
-            return there(*own, exchange)
+        ctx.mirror, ctx.exchange, ctx.clock = mirror, exchange, clock
+
+        def exchanged() -> tuple[Tensor, ...]:
+            with clock.phase(ALL_TO_ALL, run.__name__):
+                return _as_tuple(run(*tensors, exchange))
+
+        results = keep_or_compute(run.__name__, tensors, exchanged)
+        return results[0] if len(results) == 1 else tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.clock.phase(ALL_TO_ALL, ctx.back.__name__):
-            own = ctx.back(*grads, ctx.exchange)
-        return None, None, None, None, *((own,) if isinstance(own, Tensor) else own)
+        with ctx.clock.phase(ALL_TO_ALL, ctx.mirror.__name__):
+            result = ctx.mirror(*grads, ctx.exchange)
+        return None, None, None, None, *_as_tuple(result)
+
+
+def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
 
 
 class _GroupAttention(torch.autograd.Function):
@@ -134,40 +164,47 @@ class _GroupAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, own_heads: slice, context: RingContext
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, local_heads: slice, context: RingContext
     ) -> Tensor:
-        out, lse, kept = ring_forward(q, k, v, context)
-        if sinks_H is not None:
-            out, lse = _with_sinks(out, lse, sinks_H[own_heads])
-        out_SBhD = out.permute(2, 0, 1, 3).contiguous()
-        ctx.own_heads, ctx.context, ctx.num_kept = own_heads, context, [len(of_lane) for of_lane in kept]
-        ctx.save_for_backward(q, k, v, sinks_H, out_SBhD, lse, *chain.from_iterable(kept))
+        def computed() -> list[Tensor]:
+            out, lse, remote_blocks = ring_forward(q, k, v, context)
+            if sinks_H is not None:
+                out, lse = _with_sinks(out, lse, sinks_H[local_heads])
+            # One flat list, since `save_for_backward` takes tensors only.
+            return [out.permute(2, 0, 1, 3).contiguous(), lse, *chain.from_iterable(remote_blocks)]
+
+        out_SBhD, lse, *remote_blocks = keep_or_compute("ring attention", (q, k, v), computed)
+        ctx.local_heads, ctx.context = local_heads, context
+        ctx.save_for_backward(q, k, v, sinks_H, out_SBhD, lse, *remote_blocks)
         return out_SBhD
 
     @staticmethod
     def backward(ctx: Any, dout_SBhD: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks_H, out_SBhD, lse, *kept = ctx.saved_tensors
+        q, k, v, sinks_H, out_SBhD, lse, *remote_blocks = ctx.saved_tensors
         dout, out = (x.permute(1, 2, 0, 3) for x in (dout_SBhD, out_SBhD))
         dsinks_H = None
         if sinks_H is not None:
             dsinks_H = torch.zeros_like(sinks_H)
-            dsinks_H[ctx.own_heads] = _sinks_gradient(dout, out, lse, sinks_H[ctx.own_heads])
-        in_order = iter(kept)
-        kept_by_lane = [list(islice(in_order, count)) for count in ctx.num_kept]
-        grads = ring_backward(dout, SavedForward(q, k, v, out, lse), kept_by_lane, ctx.context)
+            dsinks_H[ctx.local_heads] = _sinks_gradient(dout, out, lse, sinks_H[ctx.local_heads])
+        flat_blocks = iter(remote_blocks)
+        remote_blocks_by_lane = [list(islice(flat_blocks, ring.num_kept_blocks)) for ring in ctx.context.rings]
+        grads = ring_backward(dout, SavedForward(q, k, v, out, lse), remote_blocks_by_lane, ctx.context)
         dq, dk, dv = (x.to(q.dtype) for x in grads)
         return dq, dk, dv, dsinks_H, None, None
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every head's sink its share of the softmax: out [B, h, S, D] shrinks, lse [B, h, S] grows."""
+    """Add the sinks to the softmax: returns a smaller out [B, h, S, D], and a larger lse [B, h, S]."""
     sinks_h1 = sinks_h.to(lse.dtype)[:, None]
     out = (out * torch.sigmoid(lse - sinks_h1).unsqueeze(-1)).to(out.dtype)
     return out, torch.logaddexp(lse, sinks_h1)
 
 
 def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks_h: Tensor) -> Tensor:
-    """[h], from out and lse with the sinks in them: a sink is a key whose value is zero, so that dP is zero too."""
+    """Return the gradient of the sinks [h], from out and lse with sinks.
+
+    A sink is a key whose value is zero, so its dP is zero, and dS = -P rowsum(dout * out).
+    """
     probs = torch.exp(sinks_h.to(lse.dtype)[:, None] - lse)
     delta = (dout.to(lse.dtype) * out).sum(-1)
     return -(probs * delta).sum((0, 2)).to(sinks_h.dtype)

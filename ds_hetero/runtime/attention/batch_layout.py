@@ -1,10 +1,11 @@
-"""Layout of a batch that all ranks of a replica agree on before the first attention layer, once per forward.
+"""Layout of a batch, on which all ranks of a replica agree before the first attention layer, once per forward.
 
-    placement   which positions each rank holds, as the loader made it; found again where a framework has lost it
-    rows        documents of every batch row: attention acts inside a document, padding belongs to none
+    placement   which positions each rank holds: the one that the loader has attached to ``position_ids``, or if a
+                framework has copied that tensor, the one that fits the shards (`shard_placement`)
+    rows        documents of every batch row: attention acts inside a document; padding belongs to none
 
-A placement by documents has its rows. Else they come from one of three places, see `ds_hetero.runtime.documents`:
-``cu_seqlens``; a 2-D padding mask; ``position_ids`` that restart.
+A placement by documents has its rows. For other placements one of three arguments shows the documents, see
+`ds_hetero.runtime.documents`: ``cu_seqlens``; a 2-D padding mask; ``position_ids`` that restart.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchLayout:
-    """The structure of one batch; the same on every rank of the replica."""
+    """Placement of one batch, and the rings of attention that follow from it; the same on every rank of the replica."""
 
-    placement: Placement  # who holds what, with the documents of every row
+    placement: Placement  # with the documents of every row
     _parts: dict[Replica, tuple[tuple[Replica, BatchLayout], ...]] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[int, bool, int | None], tuple[Ring, ...]] = field(default_factory=dict, repr=False)
 
@@ -63,7 +64,7 @@ class BatchLayout:
         return self.placement.rows[-1].stop
 
     def parts(self, replica: Replica) -> tuple[tuple[Replica, BatchLayout], ...]:
-        """Return the parts of the placement with the groups that exchange heads in them; made once and kept."""
+        """Return the parts of the placement, each with a replica of the groups that exchange heads in it; cached."""
         parts = self.placement.parts
         if len(parts) == 1 and parts[0].placement is self.placement:
             return ((replica, self),)
@@ -76,7 +77,7 @@ class BatchLayout:
         return self._parts[replica]
 
     def rings(self, rank: int, causal: bool, window: int | None) -> tuple[Ring, ...]:
-        """Return the part of ``rank`` in the ring of each of its lanes, for one kind of mask; made once and kept."""
+        """Return the part of ``rank`` in the ring of each of its lanes, for one kind of mask; cached."""
         key = (rank, causal, window)
         if key not in self._rings:
             tables = [RingTable(self.placement, lane, causal, window) for lane in self.placement.lanes]
@@ -87,17 +88,20 @@ class BatchLayout:
 def agree_on_batch(
     replica: Replica, local: LocalBatch, earlier: Sequence[Schedule] = (), recent: Sequence[KnownPlacement] = ()
 ) -> BatchLayout:
-    """Exchange what ranks see, and derive the layout that they share. Raises `BatchError` on every rank.
+    """Compare the batch of all ranks of the replica, and return the layout on which they agree.
 
     Args:
-        local: what this rank sees of the batch.
-        earlier: schedules that the replica had before, latest first; shards cut for them may still come. The layout
-            is that of the schedule for which the shards were cut.
+        local: the batch on this rank.
+        earlier: schedules that the replica had before, latest first. Shards that were cut for such a schedule may still
+            come, and then get the layout of that schedule.
         recent: placements by documents that the loader made, latest first; the same on all ranks.
 
     Caller: every rank of the replica, once per sharded forward.
     Collectives: one all_gather of a fixed header; one more of [B, max s] integers if positions restart or a mask pads
         in a batch that was not placed by its documents.
+
+    Raises:
+        BatchError: the ranks have different batches, or no layout fits; on every rank.
     """
     headers = gather_headers(replica, local)
     expect_one_batch(replica, headers)
@@ -106,6 +110,7 @@ def agree_on_batch(
     known = known_placement(schedules, recent, headers)
     if known is not None:
         return batch_layout(known.placement, _rows_of_known(replica, known, local, headers))
+    # The loader places batches by their documents, so a shard without a mark can only be of one whole document.
     expects_plain = any(not known.placement.is_stream for known in recent)
     placement = placement_of_shards(schedules, local.placement, headers, expects_plain)
     return batch_layout(placement, rows_of(_documents(replica, placement, local, headers)))
@@ -114,18 +119,18 @@ def agree_on_batch(
 def _rows_of_known(
     replica: Replica, known: KnownPlacement, local: LocalBatch, headers: Sequence[Header]
 ) -> tuple[Rows, ...]:
-    """Documents of a batch whose placement the loader made.
+    """Return the documents of a batch whose placement the loader made.
 
-    A stream may have any: they are those that the forward is given. Of a placement by documents they are the loader's,
-    unless the forward says otherwise; where the shards have lost their names, batches with the same positions and
-    other masks cannot be told apart without a look at the mask.
+    A stream placement allows any documents, so they are read from the forward's arguments. For a placement by documents
+    they are the loader's, and the forward must agree. If the shards have lost their mark, the mask has to be compared
+    as well, since batches with the same positions may have different masks.
     """
-    placement, is_named = known.placement, any(header["placement"] != ABSENT for header in headers)
+    placement, is_marked = known.placement, any(header["placement"] != ABSENT for header in headers)
     is_same_entry = local.documents_from == known.documents_from
-    if placement.is_stream and not (is_named and is_same_entry and local.cu_seqlens is None):
+    if placement.is_stream and not (is_marked and is_same_entry and local.cu_seqlens is None):
         return rows_of(_documents(replica, placement, local, headers))
     expect_same_documents(known, local)
-    if not is_named and known.documents_from == MASK:
+    if not is_marked and known.documents_from == MASK:
         rows = rows_of(_documents(replica, placement, local, headers))
         if rows != placement.rows:
             raise BatchError(
@@ -138,21 +143,24 @@ def _rows_of_known(
 
 @lru_cache(maxsize=64)
 def batch_layout(placement: Placement, rows: tuple[Rows, ...]) -> BatchLayout:
-    """Return the layout of these rows; batches of the same structure share one, and with it its ring tables."""
+    """Return the layout of a placement with these documents; batches of the same structure share it and its rings."""
     return BatchLayout(placement=placement.with_rows(rows))
 
 
 def _documents(
     replica: Replica, placement: Placement, local: LocalBatch, headers: Sequence[Header]
 ) -> Sequence[Documents]:
-    """Documents of every batch row."""
+    """Return the documents of every batch row, from the forward's arguments.
+
+    Collectives: one all_gather, if a mask pads or positions restart.
+    """
     length = placement.length
     undivided = [((0, length),)] * local.batch_size
     if local.cu_seqlens is not None:
         return documents_from_cu_seqlens(local.cu_seqlens.tolist(), length, local.batch_size)
     if local.attention_mask is not None:
         if not any(header["padding"] for header in headers):
-            return undivided
+            return undivided  # the mask hides nothing on any rank, so it need not be gathered
         mask = local.attention_mask.ne(0).expand(local.batch_size, -1)
         return documents_from_mask(_gather_shards(replica, placement, mask).cpu())
     if local.position_ids is None or has_plain_positions(placement, headers):
@@ -162,14 +170,14 @@ def _documents(
 
 
 def _gather_shards(replica: Replica, placement: Placement, shard: Tensor) -> Tensor:
-    """Rows of a whole [B, length] integer tensor from the shards of all ranks."""
-    widest = max(placement.rank_tokens)
-    padded = torch.zeros(shard.shape[0], widest, dtype=torch.int64, device=message_device(replica.sp_group))
+    """All-gather a tensor of integers [B, s] along the sequence: [B, length]."""
+    max_tokens = max(placement.rank_tokens)  # all_gather takes parts of one size
+    padded = torch.zeros(shard.shape[0], max_tokens, dtype=torch.int64, device=message_device(replica.sp_group))
     padded[:, : shard.shape[1]] = shard
     gathered = padded.new_empty(shard.shape[0], placement.length)
     for part, rank in zip(all_gather_in_replica(replica, padded), replica.ranks, strict=True):
-        at = 0
+        next_token = 0  # a rank's tokens lie in the order of its intervals
         for start, stop in placement.intervals(rank):
-            gathered[:, start:stop] = part[:, at : at + stop - start]
-            at += stop - start
+            gathered[:, start:stop] = part[:, next_token : next_token + stop - start]
+            next_token += stop - start
     return gathered

@@ -1,4 +1,4 @@
-"""Point-to-point traffic of the ring: one batch of receives and sends per round, and no barrier between rounds."""
+"""Send and receive the messages of the ring: one batch of them per round, and no barrier between rounds."""
 
 from __future__ import annotations
 
@@ -15,43 +15,48 @@ from ds_hetero.runtime.peers.watch import waiting_for_peers
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to receive or to send."""
+    """A contiguous tensor to send or to receive."""
 
     tensor: Tensor
     peer: int  # global rank of the other end
-    tag: int  # pairs messages of one round
+    tag: int  # distinguishes the messages of one round
     due: int = 0  # the receiver needs it before this step
-    is_far: bool = False  # it may take several steps, and nothing is to wait behind it
+    is_far: bool = False  # it may take several steps, so no other message should wait behind it
 
 
 class PendingReceives:
-    """Receives in flight that end before a step. `Channel.finish` waits for sends, so no step waits for a slow peer."""
+    """Receives that have been posted and must end before a step.
+
+    Sends are not among them: `Channel.finish` waits for these, so no step waits for a peer that is slow to receive.
+    """
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = pending
 
     def __add__(self, other: PendingReceives) -> PendingReceives:
-        """Both together."""
+        """Return the receives of both."""
         return PendingReceives((*self._pending, *other._pending))
 
     def wait(self) -> None:
-        """Wait until everything is here (on CUDA: make the current stream wait)."""
+        """Wait until all tensors have arrived (on CUDA: let the current stream wait)."""
         for pending in self._pending:
             pending.wait()
 
 
-NOTHING = PendingReceives(())  # before a step for which nothing is received
+NOTHING = PendingReceives(())  # for a step before which nothing has to arrive
 
 
 class Channel:
-    """Rounds of messages over ``group`` within one pass of its rings; `finish` must be called once at its end.
+    """Posts the rounds of messages of one forward or backward; `finish` must be called once, at the pass's end.
 
     Args:
-        far_group: the same ranks, for far messages; where messages are paired by order, a group works on one after
-            the other.
+        group: process group of all ranks that exchange messages.
+        far_group: another group of the same ranks, for far messages: a backend that pairs messages by order transfers
+            the messages of a group one after the other, so near messages would wait for far ones.
 
     Attributes:
-        keeps_order: messages are paired by the order in which rounds are posted, which must be one for all ranks.
+        keeps_order: the backend pairs messages by the order in which rounds are posted, so all ranks must post them in
+            the same order.
     """
 
     def __init__(self, group: ProcessGroup, far_group: ProcessGroup | None = None) -> None:
@@ -60,7 +65,10 @@ class Channel:
         self._unfinished: list[_Pending] = []
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
-        """Start a round's messages, receives first (gloo queues notes behind sends); return receipts by due step."""
+        """Post the messages of a round, and return its receives by the step before which they must end.
+
+        Posts receives first: gloo queues the notice of a receive behind sends.
+        """
         if self.keeps_order:
             return self._post_together(receives, sends)
         pending: dict[int, list[_Pending]] = defaultdict(list)
@@ -70,36 +78,34 @@ class Channel:
         for message in sends:
             work = dist.isend(message.tensor, message.peer, group=self._group, tag=message.tag)
             self._unfinished.append(_Pending(work, (message.tensor,)))
-        return {due: PendingReceives(of_step) for due, of_step in pending.items()}
+        return {due_step: PendingReceives(of_step) for due_step, of_step in pending.items()}
 
     def finish(self) -> None:
-        """Wait for the sends of all rounds; their buffers may be reused afterwards."""
+        """Wait for the sends of all rounds, so that their buffers can be used again."""
         for pending in self._unfinished:
             pending.wait()
         self._unfinished = []
 
     def _post_together(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
-        """Post what is due at the same step as one group of messages, which is over when all of them are."""
+        """Post the messages that are due at the same step as one batch, which ends when all of them have ended."""
         pending_by_due: dict[int, PendingReceives] = {}
-        for is_far, due in sorted({(message.is_far, message.due) for message in (*receives, *sends)}):
+        for is_far, due_step in sorted({(message.is_far, message.due) for message in (*receives, *sends)}):
             group = self._far_group if is_far else self._group
-            received, sent = (
-                [message for message in messages if (message.is_far, message.due) == (is_far, due)]
-                for messages in (receives, sends)
-            )
-            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, group) for m in received]
-            operations += [dist.P2POp(dist.isend, m.tensor, m.peer, group) for m in sent]
-            tensors = tuple(message.tensor for message in (*received, *sent))
+            received_messages = [message for message in receives if (message.is_far, message.due) == (is_far, due_step)]
+            sent_messages = [message for message in sends if (message.is_far, message.due) == (is_far, due_step)]
+            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, group) for m in received_messages]
+            operations += [dist.P2POp(dist.isend, m.tensor, m.peer, group) for m in sent_messages]
+            tensors = tuple(message.tensor for message in (*received_messages, *sent_messages))
             works = dist.batch_isend_irecv(operations)
             pending = [_Pending(work, tensors) for work in works]
             self._unfinished += pending
-            if received:
-                pending_by_due[due] = pending_by_due.get(due, NOTHING) + PendingReceives(pending)
+            if received_messages:
+                pending_by_due[due_step] = pending_by_due.get(due_step, NOTHING) + PendingReceives(pending)
         return pending_by_due
 
 
 class _Pending:
-    """Messages that have been posted and not yet waited for; holds their tensors until then."""
+    """Messages that have been posted; keeps their tensors alive until `wait`."""
 
     def __init__(self, work: dist.Work | None, tensors: tuple[Tensor, ...]) -> None:
         assert work is not None
@@ -107,7 +113,7 @@ class _Pending:
         self._tensors = tensors
 
     def wait(self) -> None:
-        """Wait for the messages; later calls return at once, since gloo would wait for another message."""
+        """Wait for the messages. Later calls return at once, since gloo would wait for another message."""
         if self._work is None:
             return
         with waiting_for_peers("exchanging keys and values in ring attention"):

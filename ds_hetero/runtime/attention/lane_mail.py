@@ -1,7 +1,7 @@
-"""Buffers of one member of a lane, and how they are sent and received: keys and values, or their gradients.
+"""Send and receive the blocks of one member of a lane: keys and values, or their gradients.
 
-A block is a list with one [2, B, heads, n, D] tensor per sub-ring, see `ds_hetero.runtime.attention.ring`. A
-proxy holds parts of blocks, some of their tokens, until it passes them on.
+A block is a list with one [2, B, heads, n, D] tensor per sub-ring, see `ds_hetero.runtime.attention.travelling_kv`. A
+proxy keeps some tokens of a block until it passes them on.
 """
 
 from __future__ import annotations
@@ -15,104 +15,121 @@ from torch import Tensor
 from ds_hetero.batch.ring_steps import Ring
 from ds_hetero.batch.routes import Round, Transfer
 from ds_hetero.runtime.attention.channel import NOTHING, Channel, Message, PendingReceives
-from ds_hetero.runtime.attention.kernel_calls import add_columns_, block_like, only
+from ds_hetero.runtime.attention.travelling_kv import add_key_gradients_, block_like, blocks_of_sources
 
 
 class KVBlocks:
-    """Keys and values that travel, this rank's own and, by source, those of others."""
+    """The KV blocks that a member of a lane has: its own, blocks of other members, and parts that it passes on.
 
-    tag = 0
+    Attributes:
+        complete: complete blocks, by the position of the member whose KV they are.
+    """
 
-    def __init__(self, ring: Ring, like: Tensor, own: list[Tensor]) -> None:
-        self._ring, self._like, self._dtype = ring, like, like.dtype
-        self.whole = {ring.position: own}
-        self._proxied: dict[tuple[int, int], list[Tensor]] = {}
+    tag = 0  # of the messages
+
+    def __init__(self, ring: Ring, template: Tensor, own_block: list[Tensor]) -> None:
+        self._ring, self._template, self._dtype = ring, template, template.dtype
+        self.complete = {ring.position: own_block}
+        self._proxied: dict[tuple[int, int], list[Tensor]] = {}  # parts to pass on, by (source, first token)
 
     def space_for(self, transfer: Transfer) -> list[Tensor]:
-        """Uninitialised memory for what a transfer brings."""
-        return block_like(self._like, self._ring, self._ring.table.num_columns(transfer), self._dtype)
+        """Return an uninitialised block for the tokens of a transfer."""
+        return block_like(self._template, self._ring, self._ring.table.num_keys_of(transfer), self._dtype)
 
-    def leaving(self, transfer: Transfer) -> list[Tensor]:
-        """Rows that a transfer takes away, contiguous."""
+    def block_to_send(self, transfer: Transfer) -> list[Tensor]:
+        """Return the contiguous block that a transfer sends. A proxy forgets a part when it passes the part on."""
         part = transfer.part
         if part is None:
-            return self.whole[transfer.source]
+            return self.complete[transfer.source]
         if part.is_first_hop:
-            return [x[:, :, :, part.start : part.stop].contiguous() for x in self.whole[transfer.source]]
+            return [x[:, :, :, part.start : part.stop].contiguous() for x in self.complete[transfer.source]]
         return self._proxied.pop((transfer.source, part.start))
 
-    def arrived(self, transfer: Transfer, block: list[Tensor]) -> None:
-        """Keep what a transfer has brought."""
+    def store_received(self, transfer: Transfer, block: list[Tensor]) -> None:
+        """Store the block that a transfer has brought."""
         part = transfer.part
         if part is None:
-            self.whole[transfer.source] = block
+            self.complete[transfer.source] = block
         elif not part.is_last_hop:
             self._proxied[transfer.source, part.start] = block
         else:
-            if transfer.source not in self.whole:
-                self.whole[transfer.source] = self.space_for(transfer._replace(part=None))
-            for tensor, received in zip(self.whole[transfer.source], block, strict=True):
+            if transfer.source not in self.complete:
+                self.complete[transfer.source] = self.space_for(transfer._replace(part=None))
+            for tensor, received in zip(self.complete[transfer.source], block, strict=True):
                 tensor[:, :, :, part.start : part.stop] = received
 
-    def sent(self, transfers: Sequence[Transfer]) -> None:
-        """These have left."""
+    def note_sent(self, transfers: Sequence[Transfer]) -> None:
+        """Do nothing: KV blocks that are being sent may still be needed here. `GradientBlocks` drops them instead."""
 
     def keep_only(self, sources: frozenset[int]) -> None:
-        """Let go of all other blocks."""
-        self.whole = only(self.whole, keep=sources)
+        """Drop the blocks of all members that are not in ``sources``."""
+        self.complete = blocks_of_sources(self.complete, keep=sources)
 
 
 class GradientBlocks(KVBlocks):
-    """Partial dK/dV of others on their way home; what comes home is added to the gradients of this rank's own.
+    """The blocks of partial dK/dV that a member of a lane has; they travel to the members that hold the K and V.
 
     Args:
-        like: a tensor [B, h, S, D] on the same device.
-        home: dK and dV of this rank's own keys and values, by sub-ring.
+        template: a tensor [B, h, S, D] on the same device.
+        dtype: of the gradients.
+        own_gradients: dK and dV of this rank's own keys and values, for each sub-ring; partial gradients that arrive
+            here are added to them.
     """
 
-    tag = 1 << 30  # below it tags carry KV
+    tag = 1 << 30  # lower tags are those of KV
 
-    def __init__(self, ring: Ring, like: Tensor, dtype: torch.dtype, home: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(ring, like, [])
-        self.whole, self._dtype, self._home = {}, dtype, home
+    def __init__(
+        self, ring: Ring, template: Tensor, dtype: torch.dtype, own_gradients: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        super().__init__(ring, template, [])
+        self.complete, self._dtype, self._own_gradients = {}, dtype, own_gradients
 
     def begin(self, source: int) -> None:
-        """Zero dK/dV for the KV of another member."""
-        block = block_like(self._like, self._ring, self._ring.num_columns(source), self._dtype)
-        self.whole[source] = [x.zero_() for x in block]
+        """Begin a block of zeros for the dK/dV of the member ``source``."""
+        block = block_like(self._template, self._ring, self._ring.num_travelling_keys(source), self._dtype)
+        self.complete[source] = [x.zero_() for x in block]
 
-    def arrived(self, transfer: Transfer, block: list[Tensor]) -> None:
-        """Add what a transfer has brought, or keep it as a proxy."""
+    def store_received(self, transfer: Transfer, block: list[Tensor]) -> None:
+        """Add received gradients to the block of their member; a proxy stores them until it passes them on."""
         part, source = transfer.part, transfer.source
         first, stop = (0, None) if part is None else (part.start, part.stop)
         if part is not None and not part.is_last_hop:
             self._proxied[source, part.start] = block
         elif source != self._ring.position:
-            for tensor, received in zip(self.whole[source], block, strict=True):
+            for tensor, received in zip(self.complete[source], block, strict=True):
                 tensor[:, :, :, first:stop] += received
         else:
-            columns = self._ring.table.columns(source)
-            for home, received in zip(self._home, block, strict=True):
-                for grad, addend in zip(home, received, strict=True):
-                    add_columns_(grad, addend, columns, first)
+            key_ranges = self._ring.table.travelling_keys(source)
+            for dkv, received in zip(self._own_gradients, block, strict=True):
+                for grad, addend in zip(dkv, received, strict=True):
+                    add_key_gradients_(grad, addend, key_ranges, first)
 
-    def sent(self, transfers: Sequence[Transfer]) -> None:
-        """A partial gradient leaves once, then others add to it."""
+    def note_sent(self, transfers: Sequence[Transfer]) -> None:
+        """Drop the blocks that are being sent: the next member adds its gradients to them."""
         for transfer in transfers:
             if transfer.part is None or transfer.part.is_first_hop:
-                self.whole.pop(transfer.source, None)
+                self.complete.pop(transfer.source, None)
 
 
 class LaneMail:
-    """The rounds of one member of a lane in one pass. ``channel``: of all lanes of the layer."""
+    """Posts the rounds of messages of one member of a lane, in one forward or backward.
+
+    Args:
+        channel: of all lanes of the layer.
+    """
 
     def __init__(self, ring: Ring, channel: Channel) -> None:
         self._ring, self._channel = ring, channel
         self._pending: dict[int, PendingReceives] = defaultdict(lambda: NOTHING)
+        # By the step before which they must arrive: the blocks to which a transfer belongs, the transfer, its memory.
         self._arriving: dict[int, list[tuple[KVBlocks, Transfer, list[Tensor]]]] = defaultdict(list)
 
     def post(self, step: int, *traffic: tuple[Round, KVBlocks]) -> None:
-        """Start the messages of the round ``step``: what ``traffic`` says that they bring and take."""
+        """Post the receives and sends of a step.
+
+        Args:
+            traffic: pairs of a round and the container that its blocks are sent from and received into.
+        """
         receives, sends = [], []
         for round_, blocks in traffic:
             for transfer in round_.receives:
@@ -120,21 +137,22 @@ class LaneMail:
                 self._arriving[transfer.due].append((blocks, transfer, block))
                 receives += self._messages(step, transfer, transfer.sender, block, blocks.tag)
             for transfer in round_.sends:
-                sends += self._messages(step, transfer, transfer.receiver, blocks.leaving(transfer), blocks.tag)
-            blocks.sent(round_.sends)
-        for due, pending in self._channel.post(receives, sends).items():
-            self._pending[due] = self._pending[due] + pending
+                sends += self._messages(step, transfer, transfer.receiver, blocks.block_to_send(transfer), blocks.tag)
+            blocks.note_sent(round_.sends)
+        for step_due, pending in self._channel.post(receives, sends).items():
+            self._pending[step_due] = self._pending[step_due] + pending
 
     def pending(self, step: int) -> PendingReceives:
-        """Receives that must end before a step; `NOTHING` if it needs nothing new."""
+        """Return the receives that must end before a step; `NOTHING` if there are none."""
         return self._pending.pop(step, NOTHING)
 
     def put_away(self, step: int) -> None:
-        """Keep what was received before a step, once it is here."""
+        """Store the blocks that are due before a step. The caller has waited for the receives of `pending`."""
         for blocks, transfer, block in self._arriving.pop(step, ()):
-            blocks.arrived(transfer, block)
+            blocks.store_received(transfer, block)
 
     def _messages(self, step: int, transfer: Transfer, peer: int, block: list[Tensor], tag: int) -> list[Message]:
+        """Return the messages of a transfer, one for each sub-ring."""
         is_far = transfer.due > step + 1
         return [
             Message(tensor, sub.ranks[peer], tag + sub.tag, transfer.due, is_far)

@@ -1,4 +1,7 @@
-"""A batch as one rank sees it, and the header by which the ranks of a replica compare it."""
+"""Describe the batch that one rank has, and compare the descriptions of the ranks of a replica.
+
+Every rank sends a header of a few integers, and the same rules are applied to all headers on every rank.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,18 @@ from ds_hetero.runtime.documents import (
     MASK,
     POSITIONS,
 )
-from ds_hetero.runtime.model_switches import AUTOCAST, NO_GRADIENT, REQUIRES_GRAD, by_checksum, unlike
+from ds_hetero.runtime.model_switches import (
+    AUTOCAST,
+    NO_GRADIENT,
+    REQUIRES_GRAD,
+    checksum_texts,
+    differing_switch_error,
+)
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placement
 
-Header = Mapping[str, int]  # of one rank, by the names in `_HEADER`
+Header = Mapping[str, int]  # the numbers of one rank, by the names in `_HEADER`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER = (
     "batch_size",
@@ -40,29 +49,29 @@ ABSENT = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalBatch:
-    """A batch as one rank sees it."""
+    """The arguments of a forward on one rank, as far as attention depends on them."""
 
     batch_size: int  # rows of the batch: B
-    tokens: int  # tokens of one row that the rank holds: s
+    tokens: int  # tokens of one row on this rank: s
     dtype: torch.dtype  # the dtype in which attention will run
     position_ids: Tensor | None = None  # [B, s] or [1, s]
     attention_mask: Tensor | None = None  # [B, s]; non-zero where a token is real
     cu_seqlens: Tensor | None = None  # [documents + 1] boundaries in the flattened sequence, on every rank; B is 1
-    placement: Placement | None = None  # for which the shard was cut, if that is known
+    placement: Placement | None = None  # for which the shard was cut, if known
     autocast: torch.dtype | None = None  # under which the forward runs
-    trained: int = NO_GRADIENT  # `ds_hetero.runtime.model_switches.what_is_trained`
+    trained: int = NO_GRADIENT  # `ds_hetero.runtime.model_switches.checksum_of_trained`
 
     @property
     def documents_from(self) -> str:
-        """Name of the argument that the forward's documents would be read from."""
+        """Name of the argument that shows the documents of the batch."""
         if self.cu_seqlens is not None:
             return BOUNDARIES
         return POSITIONS if self.attention_mask is None else MASK
 
     def header(self, device: torch.device) -> Tensor:
-        """Numbers that every rank sends to the others, ``[10]`` in the order of ``_HEADER``.
+        """Return the numbers that every rank sends to the others, [10] in the order of `_HEADER`.
 
-        They are made where they are needed, so that no rank waits for its device before it reads those of all.
+        They are computed on the device, so a rank waits for its device only when it reads the headers of all ranks.
         """
         position_sum: Tensor | int = ABSENT
         position_moment: Tensor | int = ABSENT
@@ -81,29 +90,33 @@ class LocalBatch:
         shapes = [self.batch_size, self.tokens, dtype]
         content = [position_sum, position_moment, padding, boundaries, placement]
         row = [*shapes, *content, autocast, self.trained]
-        return torch.stack([_scalar(number, device) for number in row])
+        return torch.stack([_as_scalar_tensor(number, device) for number in row])
 
 
 def _moment(numbers: Tensor) -> Tensor:
-    """Numbers weighted by 1, 2, ... and added up."""
+    """Return the sum of the numbers with the weights 1, 2, 3, ..."""
     weights = torch.arange(1, numbers.numel() + 1, device=numbers.device)
     return (numbers * weights.view(numbers.shape)).sum()
 
 
-def _scalar(number: Tensor | int, device: torch.device) -> Tensor:
+def _as_scalar_tensor(number: Tensor | int, device: torch.device) -> Tensor:
+    """Return ``number`` as a tensor [] on ``device``, without a copy from the host that would make the host wait."""
     if isinstance(number, Tensor):
         return number.to(device)
-    return torch.full((), number, dtype=torch.int64, device=device)  # filled there: nothing is copied from the host
+    return torch.full((), number, dtype=torch.int64, device=device)  # nothing is copied from the host
 
 
 def gather_headers(replica: Replica, local: LocalBatch) -> list[Header]:
-    """The headers of all ranks of the replica; waits for a GPU, once in a forward. Collectives: one all_gather."""
+    """Return the headers of all ranks of the replica; waits for the device, once per forward.
+
+    Collectives: one all_gather.
+    """
     rows = all_gather_in_replica(replica, local.header(message_device(replica.sp_group)))
     return [dict(zip(_HEADER, row, strict=True)) for row in rows.tolist()]
 
 
 def all_gather_in_replica(replica: Replica, part: Tensor) -> Tensor:
-    """Return one tensor of every rank, all of the same shape, one behind the other; one all_gather over the replica."""
+    """Stack the tensors ``part`` of all ranks of the replica, all of one shape. Collectives: one all_gather."""
     parts = part.new_empty(len(replica.ranks), *part.shape)
     with waiting_for_peers("comparing the batch with the other ranks of its replica"):
         dist.all_gather(list(parts.unbind()), part, group=replica.sp_group)
@@ -111,7 +124,7 @@ def all_gather_in_replica(replica: Replica, part: Tensor) -> Tensor:
 
 
 def expect_one_batch(replica: Replica, headers: Sequence[Header]) -> None:
-    """Refuse, by equal headers on every rank, shards of several batches. Raises `BatchError`: how they differ."""
+    """Refuse shards of different batches. Raises `BatchError`, the same on every rank: how they differ."""
     for name, show in (
         ("batch_size", int),
         ("dtype", lambda i: str(_DTYPES[i]).removeprefix("torch.")),
@@ -124,23 +137,28 @@ def expect_one_batch(replica: Replica, headers: Sequence[Header]) -> None:
                 f"(ranks {replica.ranks}). Shard each batch with ds_hetero's loader, or give every rank the same one."
             )
     for name in ("position_sum", "padding"):
-        given = [header[name] != ABSENT for header in headers]
-        if len(set(given)) > 1:
-            what = "position_ids" if name == "position_sum" else "attention_mask"
-            raise BatchError(f"{what} must be given on all ranks or on none, but by rank it is {given}.")
+        is_present = [header[name] != ABSENT for header in headers]
+        if len(set(is_present)) > 1:
+            entry = "position_ids" if name == "position_sum" else "attention_mask"
+            raise BatchError(
+                f"{entry} must be given on all ranks or on none, but by rank it is {is_present}. Pass the "
+                "same entries of the batch to the model on every rank."
+            )
 
 
 def expect_one_model(headers: Sequence[Header]) -> None:
-    """Refuse, by equal headers on every rank, a forward in which ranks train different parameters or round unlike.
+    """Refuse a forward in which ranks train different parameters, or run under different autocast.
 
     The messages of such a forward, and of its backward, would have unlike sizes.
 
     Raises:
-        ModelError: which switch differs, by rank of the replica.
+        ModelError: which switch differs, by rank of the replica; the same on every rank.
     """
     autocast = [header["autocast"] for header in headers]
     if len(set(autocast)) > 1:
-        raise unlike(AUTOCAST, ["off" if index == ABSENT else str(_DTYPES[index]) for index in autocast])
+        raise differing_switch_error(
+            AUTOCAST, ["off" if index == ABSENT else str(_DTYPES[index]) for index in autocast]
+        )
     trained = [header["trained"] for header in headers]
     if len(set(trained)) > 1:
-        raise unlike(REQUIRES_GRAD, by_checksum(trained))
+        raise differing_switch_error(REQUIRES_GRAD, checksum_texts(trained))

@@ -1,8 +1,8 @@
-"""Remapping: tokens that one rank attends to and another holds outside attention change ranks before and after it.
+"""Remapping: before attention, move tokens to the ranks that attend to them; after it, move them back.
 
-Attention of whole documents wants other tokens on a rank than linear layers do. Queries, keys and values move, not
-hidden states: what is outside attention, projections included, stays where its tokens are held. A moved token is
-2 (H + G) heads in a forward, of which hidden states would be 2 H, and as many in its backward.
+The best placement of documents for attention differs from the best one for linear layers. Queries, keys and values
+move, not hidden states: everything outside attention, projections included, is computed where the tokens are stored. A
+moved token costs 2 (H + G) heads in a forward, where hidden states would cost 2 H, and the same in its backward.
 
 Dimension key: B batch, n heads of a tensor, s this rank's tokens before and t after, D head size, H and G all query and
 KV heads.
@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.batch.token_moves import MoveTable, move_table
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.attention.kept_results import keep_or_compute
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
@@ -31,13 +32,13 @@ from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
 def to_attention(
     qkv: Sequence[Tensor], replica: Replica, batch: BatchLayout, clock: Clock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move tokens from the ranks that hold them to the ranks that attend to them.
+    """Move tokens of q, k and v from the ranks that store them to the ranks that attend to them.
 
         qkv     [B, n, s, D] each
-        result  [B, n, t, D] each; the same tensors where the placement moves nothing
+        result  [B, n, t, D] each; the same tensors if the placement moves nothing
 
     Caller: every rank of the replica, once per attention layer.
-    Collectives: where tokens move, one all_to_all_single forward, one backward.
+    Collectives: if tokens move, one all_to_all_single forward, one backward.
     """
     if batch.placement.moves:
         qkv = _MoveTokens.apply(_mover(replica, batch), False, clock, *qkv)  # type: ignore[no-untyped-call]
@@ -46,7 +47,7 @@ def to_attention(
 
 
 def from_attention(out_BtHD: Tensor, replica: Replica, batch: BatchLayout, clock: Clock) -> Tensor:
-    """Back to the tokens that this rank holds: [B, t, H, D] to [B, s, H, D]; see `to_attention`."""
+    """Move outputs [B, t, H, D] back to the ranks that store the tokens, [B, s, H, D]; see `to_attention`."""
     if not batch.placement.moves:
         return out_BtHD
     out_BHtD = out_BtHD.transpose(1, 2)
@@ -57,35 +58,40 @@ def from_attention(out_BtHD: Tensor, replica: Replica, batch: BatchLayout, clock
 
 @dataclass(frozen=True)
 class _Mover:
+    """Moves the tokens of one placement between this rank and the others."""
+
     table: MoveTable
     process_group: ProcessGroup
 
     def run(self, tensors: Sequence[Tensor], back: bool) -> tuple[Tensor, ...]:
-        """Give the last tokens away, and put what others give behind the rest; laid out token-major where some come.
+        """Send the last tokens of every tensor to other ranks, and append the tokens that other ranks send.
 
-            tensors [B, n, s, D], result [B, n, t, D]
+            tensors [B, n, s, D], result [B, n, t, D]; token-major in memory if tokens arrive
+
+        Args:
+            back: move tokens from the ranks that attend to them to the ranks that store them.
 
         Collectives: one all_to_all_single.
-        Sends: for every token given, B D (sum of n) elements.
+        Sends: B D (sum of n) elements for every token that leaves.
         """
         batch_size, _, tokens, head_dim = tensors[0].shape
         heads = [x.shape[1] for x in tensors]
         send_sizes, recv_sizes = self.table.sizes(batch_size * sum(heads) * head_dim, back=back)
-        gives, takes = map(sum, self.table.sizes(1, back=back))
-        kept = tokens - gives
-        send = tensors[0].new_empty(gives, batch_size, sum(heads), head_dim)
+        num_sent, num_received = map(sum, self.table.sizes(1, back=back))
+        num_kept = tokens - num_sent
+        send = tensors[0].new_empty(num_sent, batch_size, sum(heads), head_dim)
         for part, x in zip(send.split_with_sizes(heads, 2), tensors, strict=True):
-            part.copy_(x[:, :, kept:].permute(2, 0, 1, 3))
-        recv = send.new_empty(takes, batch_size, sum(heads), head_dim)
+            part.copy_(x[:, :, num_kept:].permute(2, 0, 1, 3))
+        recv = send.new_empty(num_received, batch_size, sum(heads), head_dim)
         with waiting_for_peers("moving tokens to the ranks that attend to them, or back"):
             dist.all_to_all_single(recv.view(-1), send.view(-1), recv_sizes, send_sizes, group=self.process_group)
-        if not takes:
-            return tuple(x[:, :, :kept] for x in tensors)
-        arrived = recv.split_with_sizes(heads, 2)
-        return tuple(
-            torch.cat([x[:, :, :kept].permute(2, 0, 1, 3), behind]).permute(1, 2, 0, 3)
-            for x, behind in zip(tensors, arrived, strict=True)
-        )
+        if not num_received:
+            return tuple(x[:, :, :num_kept] for x in tensors)
+        results = []
+        for x, received in zip(tensors, recv.split_with_sizes(heads, 2), strict=True):
+            staying = x[:, :, :num_kept].permute(2, 0, 1, 3)
+            results.append(torch.cat([staying, received]).permute(1, 2, 0, 3))
+        return tuple(results)
 
 
 @lru_cache(maxsize=64)
@@ -94,13 +100,17 @@ def _mover(replica: Replica, batch: BatchLayout) -> _Mover:
 
 
 class _MoveTokens(torch.autograd.Function):
-    """See `_Mover.run`; the backward is the same the other way."""
+    """`_Mover.run` with its gradient: the backward moves gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, mover: _Mover, back: bool, clock: Clock, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.mover, ctx.back, ctx.clock = mover, back, clock
-        with clock.phase(ALL_TO_ALL, "move_tokens"):
-            return mover.run(tensors, back)
+
+        def moved() -> tuple[Tensor, ...]:
+            with clock.phase(ALL_TO_ALL, "move_tokens"):
+                return mover.run(tensors, back)
+
+        return tuple(keep_or_compute("move_tokens", tensors, moved))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

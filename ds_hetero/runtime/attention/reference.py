@@ -1,10 +1,6 @@
-"""Plain single-process twins of this folder's fast operations, written to be read and to be tested against.
+"""Attention with the whole score matrix in memory, in one process: the reference with which tests compare kernels.
 
-    fast                                           twin
-    `attention`, and each kernel                   `dense_attention`, `dense_lse`
-
-Twins of `merge_` and of the exchange are in their tests. Dimension key: B batch, H query heads, G KV heads (H a
-multiple of G), Q queries, K keys, D head size.
+Dimension key: B batch, H query heads, G KV heads (H a multiple of G), Q queries, K keys, D head size.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ def dense_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention with the whole score matrix in memory; differentiable, in the dtype of its inputs.
+    """Compute softmax attention, differentiably, in the dtype of its inputs.
 
     Query head h reads KV head h // (H // G). A query that sees nothing gets 0.
 
@@ -51,7 +47,7 @@ def dense_attention(
 def dense_lse(
     q_BHQD: Tensor, k_BGKD: Tensor, visible: Visible, scale: float | None = None, softcap: float | None = None
 ) -> Tensor:
-    """Natural logarithm of sum(exp(scores)), [B, H, Q]; -inf for a query that sees nothing. No sinks."""
+    """Return the natural logarithm of sum(exp(scores)) [B, H, Q], without sinks; -inf for a query that sees nothing."""
     return _scores(q_BHQD, k_BGKD, visible, scale, softcap).logsumexp(-1)
 
 

@@ -1,13 +1,13 @@
-"""Order in which one rank goes through the rounds of its lanes.
+"""Run the lanes of one rank, in an order in which no rank waits for ever.
 
-A lane is an iterator. Between two of its stops it posts a round of messages and computes; at each stop it yields the
-messages that must be here before it goes on, or `NOTHING`. At its first stop it has posted its first round, which
-depends on nothing, and computed nothing.
+A lane is an iterator. Between two of its stops it posts a round of messages and computes. At each stop it yields the
+receives that must end before it goes on, or `NOTHING`. At its first stop it has posted its first round, which depends
+on no other message, and has computed nothing.
 
-All ranks post the first rounds of all lanes first, and then lane by lane. Every rank has part in some of the lanes
-only, but all go through theirs in this one order, so that of all rounds that are under way the earliest can always be
-finished. Communicators that pair messages by the order of posting (NCCL) need that. Where tags pair them (gloo), a
-lane that would wait yields to the next one.
+All ranks post the first rounds of all lanes first, and then run lane by lane. A rank takes part in some of the lanes
+only, but all ranks run theirs in the same order, so the earliest round that is under way can always be finished.
+Communicators that pair messages by the order of posting (NCCL) need that. If tags pair messages (gloo), a lane that
+would wait lets the next lane run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rounds = Iterator[PendingReceives]
 
 
 def run_in_order(lanes: Sequence[Rounds], clock: Clock) -> None:
-    """Run lanes, in the placement's order, to their end once all have posted their first round."""
+    """Let all lanes post their first round, then run one lane after the other to its end, in the placement's order."""
     for lane in lanes:
         next(lane)
     for lane in lanes:
@@ -35,36 +35,38 @@ def run_in_order(lanes: Sequence[Rounds], clock: Clock) -> None:
 
 
 def run_as_ready(lanes: Sequence[Rounds], clock: Clock) -> None:
-    """Run lanes to their end, always the first of those that need not wait; see `run_in_order`."""
+    """Let all lanes post their first round, then always run the first lane that need not wait."""
     for lane in lanes:
         next(lane)
-    waiting: dict[int, Future[None] | None] = dict.fromkeys(range(len(lanes)))
-    while waiting:
-        number = next((i for i, arrival in waiting.items() if arrival is None or arrival.done()), None)
+    # By lane, the receives for which it waits, or None if it can go on; lanes that have ended are not in it.
+    arrivals: dict[int, Future[None] | None] = dict.fromkeys(range(len(lanes)))
+    while arrivals:
+        number = next((i for i, arrival in arrivals.items() if arrival is None or arrival.done()), None)
         if number is None:
             with clock.phase(RING_WAIT, "ring_wait"):
-                wait([arrival for arrival in waiting.values() if arrival is not None], return_when=FIRST_COMPLETED)
+                wait([arrival for arrival in arrivals.values() if arrival is not None], return_when=FIRST_COMPLETED)
             continue
-        if arrival := waiting[number]:
+        if arrival := arrivals[number]:
             arrival.result()
         pending = next(lanes[number], None)
         if pending is None:
-            del waiting[number]
+            del arrivals[number]
         elif pending is NOTHING:
-            waiting[number] = None
-        elif len(waiting) == 1:  # no other lane could go on meanwhile
-            waiting[number] = None
+            arrivals[number] = None
+        elif len(arrivals) == 1:  # no other lane could run in the meantime
+            arrivals[number] = None
             with clock.phase(RING_WAIT, "ring_wait"):
                 pending.wait()
         else:
-            waiting[number] = _waiters.submit(pending.wait)
+            arrivals[number] = _waiters.submit(pending.wait)
 
 
 class _Waiters:
-    """Threads that wait in the place of the computing one, as many as are needed at once.
+    """Threads that wait for messages while the main thread computes; as many as are needed at the same time.
 
-    gloo cannot be asked whether a message has arrived. The threads do not outlive the process, unlike those of the
-    standard library's executor: one that waits for a dead rank must not keep this rank alive.
+    gloo has no call that tells whether a message has arrived, so a thread has to wait for it. These are daemon threads,
+    unlike those of the standard library's executor: a thread that waits for a dead rank must not keep this process
+    alive.
     """
 
     def __init__(self) -> None:
@@ -73,6 +75,7 @@ class _Waiters:
         self._num_free = 0
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
+        """Run ``task`` in a free thread, or in a new one if there is none."""
         future: Future[None] = Future()
         with self._lock:
             needs_thread = self._num_free == 0

@@ -1,4 +1,7 @@
-"""Placement for which the shards of a batch were cut: the loader's, also where a framework has lost its mark."""
+"""Find the placement for which the shards of a batch were cut, even if a framework has lost the loader's mark.
+
+The mark is a `ShardInfo`, which the loader attaches to ``position_ids``. A copy of that tensor does not have it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPlacement:
-    """A placement by documents that the loader made, and what tells its shards from others."""
+    """A placement by documents that the loader made, with the data by which its shards are recognized."""
 
     placement: Placement  # with the documents
-    documents_from: str  # the entry of the batch that they were read from
+    documents_from: str  # the entry of the batch that showed them
     position_runs: PositionRuns  # the position ids of the whole batch
 
 
@@ -31,24 +34,27 @@ def known_placement(
 ) -> KnownPlacement | None:
     """Return the placement by documents for which the shards were cut; None if there is none.
 
-    It is the one that the shards name. Where a framework has lost the name, it is the latest whose shards have the
-    same tokens, the same sum of position ids and the same weighted sum on every rank.
+    Marked shards name their placement. If a framework has lost the mark, the latest placement is returned whose shards
+    have as many tokens as these, the same sum of position ids, and the same sum weighted by index, on every rank.
+
+    Args:
+        schedules: of the replica, now and before.
+        recent: placements that the loader made, latest first.
     """
     marked = {header["placement"] for header in headers} - {ABSENT}
-    held = [header["tokens"] for header in headers]
+    tokens_by_rank = [header["tokens"] for header in headers]
     for known in recent:
         placement = known.placement
-        if placement.schedule not in schedules or list(placement.rank_tokens) != held:
+        if placement.schedule not in schedules or list(placement.rank_tokens) != tokens_by_rank:
             continue
-        if marked == {placement.fingerprint} or (
-            not marked and _has_positions(placement, known.position_runs, headers)
-        ):
+        has_its_mark = marked == {placement.fingerprint}
+        if has_its_mark or (not marked and _has_positions(placement, known.position_runs, headers)):
             return known
     return None
 
 
 def expect_same_documents(known: KnownPlacement, local: LocalBatch) -> None:
-    """Refuse a forward that is given other documents than the loader placed; equal on every rank."""
+    """Raise `BatchError` on every rank if a forward has other documents than the loader has placed."""
     rows = known.placement.rows
     if local.documents_from == known.documents_from:
         if local.cu_seqlens is None:
@@ -64,20 +70,33 @@ def expect_same_documents(known: KnownPlacement, local: LocalBatch) -> None:
 
 
 def placement_of_shards(
-    schedules: Sequence[Schedule], own: Placement | None, headers: Sequence[Header], expects_plain: bool
+    schedules: Sequence[Schedule], marked_placement: Placement | None, headers: Sequence[Header], expects_plain: bool
 ) -> Placement:
-    """Return the placement for which the shards were cut: the loader's, or one that fits their sizes and positions.
+    """Return the placement for which shards were cut, if they are not placed by documents.
+
+    Marked shards name their placement. For shards without a mark, the stream placement is returned that fits their
+    sizes and positions.
 
     Args:
-        expects_plain: shards of unknown origin must have plain positions, since others are placed by documents.
+        schedules: of the replica, now and before.
+        marked_placement: placement in the mark of this rank's shard; None without a mark.
+        expects_plain: shards without a mark must have the positions 0 .. L - 1, since the loader places batches with
+            other positions by their documents.
+
+    Raises:
+        BatchError: no placement fits, or several do; the same on every rank.
     """
-    held = [header["tokens"] for header in headers]
+    tokens_by_rank = [header["tokens"] for header in headers]
     marks = {header["placement"] for header in headers}
     marked = marks - {ABSENT}
-    if own is not None and marks == {own.fingerprint} and own.schedule in schedules:
-        candidates = [own]
+    if (
+        marked_placement is not None
+        and marks == {marked_placement.fingerprint}
+        and (marked_placement.schedule in schedules)
+    ):
+        candidates = [marked_placement]
     else:
-        candidates = _stream_placements(schedules, sum(held), marked)
+        candidates = _stream_placements(schedules, sum(tokens_by_rank), marked)
     if not candidates:
         raise BatchError(
             f"the shards were cut for the placement(s) {[f'{mark & 0xFFFFFFFF:08x}' for mark in sorted(marked)]}, "
@@ -85,11 +104,11 @@ def placement_of_shards(
             f"({[f'{schedule.fingerprint & 0xFFFFFFFF:08x}' for schedule in schedules]}). Draw a step's batches on "
             "every rank between the same two steps."
         )
-    fitting = [placement for placement in candidates if list(placement.rank_tokens) == held]
+    fitting = [placement for placement in candidates if list(placement.rank_tokens) == tokens_by_rank]
     if not fitting:
         raise BatchError(
-            f"the shards of a batch of {sum(held)} tokens have {held} tokens by rank, the schedule gives "
-            f"{list(candidates[0].rank_tokens)}. Shard each batch with ds_hetero's loader (handle.dataloader); "
+            f"the shards of a batch of {sum(tokens_by_rank)} tokens have {tokens_by_rank} tokens by rank, the schedule "
+            f"gives {list(candidates[0].rank_tokens)}. Shard each batch with ds_hetero's loader (handle.dataloader); "
             "a forward on whole batches belongs in model.eval()."
         )
     if expects_plain and not marked and not any(has_plain_positions(placement, headers) for placement in fitting):
@@ -108,7 +127,13 @@ def placement_of_shards(
 
 
 def _stream_placements(schedules: Sequence[Schedule], length: int, marked: set[int]) -> list[Placement]:
-    """Stream placements of schedules, marked alone, that the sequence suffices for. Raises `BatchError`: none."""
+    """Return the stream placements of the schedules for a length.
+
+    If ``marked`` has fingerprints of placements, only placements with these fingerprints are returned.
+
+    Raises:
+        BatchError: the sequence is too short for all schedules.
+    """
     tried = [_try_stream_placement(schedule, length) for schedule in schedules]
     placements = [placement for placement in tried if isinstance(placement, Placement)]
     if not placements:
@@ -117,6 +142,7 @@ def _stream_placements(schedules: Sequence[Schedule], length: int, marked: set[i
 
 
 def _try_stream_placement(schedule: Schedule, length: int) -> Placement | ScheduleError:
+    """Return the stream placement of a schedule for a length, or the error that it raises."""
     try:
         return stream_placement(schedule, length)
     except ScheduleError as error:
@@ -126,14 +152,14 @@ def _try_stream_placement(schedule: Schedule, length: int) -> Placement | Schedu
 def has_plain_positions(placement: Placement, headers: Sequence[Header]) -> bool:
     """Whether the position ids of all ranks are 0 .. length - 1.
 
-    Positions that restart never exceed the plain ones, so an equal sum alone proves them equal; the second moment
-    tells other numberings apart.
+    Positions that restart are never larger than these, so an equal sum proves that they are equal. The second moment
+    distinguishes other numberings.
     """
     return _has_positions(placement, (((0, 0),),) * headers[0]["batch_size"], headers)
 
 
 def _has_positions(placement: Placement, runs: PositionRuns, headers: Sequence[Header]) -> bool:
-    """Whether the position ids of all ranks are those of ``runs``, judged by two moments of each shard."""
+    """Whether the position ids of all ranks may be ``runs``: sums and weighted sums are equal in each shard."""
     if len(runs) != headers[0]["batch_size"]:
         return False
     return all(

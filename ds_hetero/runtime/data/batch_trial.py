@@ -1,10 +1,10 @@
-"""Trials of how many samples a rank has memory for: forwards and backwards that leave nothing behind.
+"""Find how many samples of a batch a rank has memory for, by trial forwards and backwards that change nothing.
 
     trial = BatchTrial(model)                  # and ``trial.note(args, kwargs)`` before every forward of training
-    rows = trial.most(12)                      # 12, or the most of them that did not run out of memory
+    rows = trial.max_samples(12)               # 12, or the largest number below that fits into memory
 
-No other rank takes part: a backward by `torch.autograd.grad` reaches no hook that reduces gradients. Parameters that a
-forward gathers, as by ZeRO-3, need all ranks; there nothing can be tried.
+No other rank takes part: a backward by `torch.autograd.grad` does not run the hooks that reduce gradients. It cannot be
+used where a forward gathers parameters from all ranks, as under ZeRO-3.
 """
 
 from __future__ import annotations
@@ -24,50 +24,69 @@ logger = logging.getLogger(__name__)
 
 
 class BatchTrial:
-    """The longest sample that a model was given so far, and trials with it.
+    """Keeps the inputs with the longest samples that a model got so far, and tries batches of them.
 
     Args:
-        model: any module whose inputs have one row a sample.
+        model: any module whose inputs have one row per sample.
 
     Attributes:
-        is_running: a forward is a trial, and not of training.
+        is_running: the forward that runs is a trial, not one of training.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.is_running = model, False
-        self._inputs: tuple[Batch, int] | None = None  # and their rows
-        self._longest = 0.0
+        self._inputs: tuple[Batch, int] | None = None  # the arguments with the longest samples, and their rows
+        self._max_sample_numel = 0.0  # numbers in a sample of these
         self._autocast: tuple[str, torch.dtype | None] = "cpu", None
 
     def note(self, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
         """Keep the arguments of a forward of training, if their samples are the longest so far."""
         rows, tensors = num_rows(kwargs, args), list(tensors_in((args, kwargs)))
-        if not tensors or (length := sum(one.numel() for one in tensors) / rows) <= self._longest:
+        if not tensors:
+            return
+        sample_numel = sum(tensor.numel() for tensor in tensors) / rows
+        if sample_numel <= self._max_sample_numel:
             return
         device = tensors[0].device.type
         self._autocast = device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self._inputs, self._longest = ({"args": args, "kwargs": kwargs}, rows), length
+        self._inputs, self._max_sample_numel = ({"args": args, "kwargs": kwargs}, rows), sample_numel
 
-    def most(self, rows: int, fewest: int = 1) -> int:
-        """Return the most samples, ``fewest`` <= result <= ``rows``, that do not run out of memory; ``fewest`` fit."""
+    def max_samples(self, rows: int, min_samples: int = 1) -> int:
+        """Return the largest number of samples up to ``rows`` that fits into memory, by bisection.
+
+        Args:
+            min_samples: number of samples that is known to fit; the result is not smaller.
+        """
         if self._inputs is None or self._fits(rows):
             return rows
-        while rows - fewest > 1:
-            middle = (fewest + rows) // 2
-            fewest, rows = (middle, rows) if self._fits(middle) else (fewest, middle)
-        return fewest
+        fitting, too_many = min_samples, rows
+        while too_many - fitting > 1:
+            middle = (fitting + too_many) // 2
+            if self._fits(middle):
+                fitting = middle
+            else:
+                too_many = middle
+        return fitting
 
     def _fits(self, rows: int) -> bool:
+        """Whether a forward and backward of ``rows`` samples stay below the usable memory of the device.
+
+        If they fail for another reason than memory, that is not known: then only the peak of memory so far decides.
+        """
         assert self._inputs is not None
-        batch, present = self._inputs
+        batch, num_rows_noted = self._inputs
         ran_out = False
-        with self._leaving_nothing():
+        with self._restoring_state():
             try:
-                self._run(take_rows(batch, [row % present for row in range(rows)], present))
+                self._run(take_rows(batch, [row % num_rows_noted for row in range(rows)], num_rows_noted))
             except torch.OutOfMemoryError:
                 ran_out = True
-            except Exception:  # a model that is not to be run so; what fits is not known
-                logger.warning("whether a batch of %d samples fits could not be tried", rows, exc_info=True)
+            except Exception:  # the model does not accept such inputs, so what fits is not known
+                logger.warning(
+                    "a trial forward of %d samples failed, so ds_hetero assumes that they fit into memory",
+                    rows,
+                    exc_info=True,
+                )
         ran_out |= possible_growth(default_device()) < 1
         gc.collect()
         if torch.cuda.is_available():
@@ -75,17 +94,20 @@ class BatchTrial:
         return not ran_out
 
     def _run(self, batch: Batch) -> None:
+        """Run a forward, and a backward from its loss, or from all outputs of a module without a loss."""
         device, dtype = self._autocast
         with torch.autocast(device, dtype, enabled=dtype is not None):
             outputs = self._model(*batch["args"], **batch["kwargs"])
         loss = loss_in(outputs)
-        ends = [one for one in ([loss] if loss is not None else tensors_in(outputs)) if one.requires_grad]
-        wanted = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        torch.autograd.grad(ends, wanted, [torch.ones_like(one) for one in ends], allow_unused=True)
+        results = [loss] if loss is not None else list(tensors_in(outputs))
+        differentiable = [tensor for tensor in results if tensor.requires_grad]
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        ones = [torch.ones_like(tensor) for tensor in differentiable]
+        torch.autograd.grad(differentiable, parameters, ones, allow_unused=True)
 
     @contextlib.contextmanager
-    def _leaving_nothing(self) -> Iterator[None]:
-        """Put buffers and random states back afterwards; peaks of memory begin anew."""
+    def _restoring_state(self) -> Iterator[None]:
+        """Restore the buffers of the model and the random states afterwards."""
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
         self.is_running = True
@@ -95,5 +117,5 @@ class BatchTrial:
         finally:
             self.is_running = False
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for buffer, buffer_before in buffers:
+                    buffer.copy_(buffer_before)

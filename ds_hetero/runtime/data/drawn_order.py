@@ -1,8 +1,9 @@
-"""The order in which a loader draws its samples in an epoch: noted, and compared where the epoch is begun again.
+"""Record the order in which a loader draws the samples of an epoch, and check it when the epoch is begun again.
 
-A job that goes on amid an epoch begins it again and leaves out what was trained on. That is right only if the loader
-draws the same order again. Here every batch of sample numbers goes into a checksum as it is drawn; a checkpoint keeps
-the checksum of what was trained on, and the epoch that is begun again is held to it.
+A job that resumes in the middle of an epoch begins it again and leaves out the samples that were trained on. That is
+right only if the loader draws the same order again. So every batch of sample indices is added to a checksum as it is
+drawn, a checkpoint has the checksum of the batches that were trained on, and the resumed epoch must reach the same
+checksum.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ from ds_hetero.runtime.data.sampling import ReplicaSampler, reader_of
 
 
 class DrawnOrder:
-    """The order of one epoch: how many samples were drawn with each of its batches, and a checksum of all so far."""
+    """Record of the order of one epoch: after each batch, the number of samples so far and their checksum."""
 
     def __init__(self) -> None:
-        self._after: list[tuple[int, int]] = [(0, 0)]  # samples and checksum, by the batches drawn
+        self._after: list[tuple[int, int]] = [(0, 0)]  # (samples, checksum), by the number of batches drawn
         self._expected: tuple[int, int] | None = None
         self._drawn_by = "the loader"
 
     def begin(self, drawn_by: str) -> None:
-        """Note that an epoch begins whose order is drawn by an object of this class."""
+        """Begin the record of an epoch; ``drawn_by`` is the class that draws its order, for messages."""
         self._after, self._drawn_by = [(0, 0)], drawn_by
 
     def add(self, drawn: Any) -> None:
-        """Note a batch. Raises `SamplingError`: the samples so far are others than those expected."""
+        """Add a batch of sample indices to the record.
+
+        Raises:
+            SamplingError: the epoch now has as many samples as that of `expect`, but another checksum.
+        """
         num_samples, checksum = self._after[-1]
-        # The checksum of two batches is that of one with the samples of both: a job may go on with other batches.
+        # The checksum of two batches is that of one batch with the samples of both, so a job may resume with another
+        # batch size.
         self._after.append((num_samples + len(drawn), add_to_checksum(checksum, drawn)))
         if self._expected is None or self._after[-1][0] < self._expected[0]:
             return
@@ -47,97 +53,100 @@ class DrawnOrder:
             )
 
     def after(self, num_batches: int) -> tuple[int, int] | None:
-        """Return samples and checksum of the first batches; None where they were not noted, as by another process."""
+        """Return (samples, checksum) of the first ``num_batches``; None if they were not recorded in this process."""
         return self._after[num_batches] if 0 < num_batches < len(self._after) else None
 
     def expect(self, after: tuple[int, int] | None) -> None:
-        """Hold the next epoch to what `after` returned."""
+        """Let `add` check the next epoch against the (samples, checksum) ``after``; None: let it check nothing."""
         self._expected = None if after is None else (after[0], after[1])
 
 
-class NotedBatchSampler(Sampler[Any]):
-    """A batch sampler whose batches go into a `DrawnOrder`; whatever else is asked of it, the one inside answers."""
+class RecordedBatchSampler(Sampler[Any]):
+    """Wraps a batch sampler and adds its batches to a `DrawnOrder`; has all attributes of the wrapped sampler."""
 
-    noted: Any
+    recorded: Any
     _order: DrawnOrder
 
     def __init__(self, batch_sampler: Any, order: DrawnOrder) -> None:
-        self.__dict__.update(noted=batch_sampler, _order=order)
+        self.__dict__.update(recorded=batch_sampler, _order=order)
 
     def __iter__(self) -> Iterator[Any]:
-        sampler = getattr(self.noted, "sampler", None)
-        self._order.begin(type(self.noted if sampler is None else sampler).__name__)
-        for drawn in self.noted:
+        sampler = getattr(self.recorded, "sampler", None)
+        self._order.begin(type(self.recorded if sampler is None else sampler).__name__)
+        for drawn in self.recorded:
             self._order.add(drawn)
             yield drawn
 
     def __len__(self) -> int:
-        return len(self.noted)
+        return len(self.recorded)
 
     def follow(self, order: DrawnOrder) -> None:
-        """Note into another order from now on."""
+        """Add batches to another `DrawnOrder` from now on."""
         self.__dict__["_order"] = order
 
     def __getattr__(self, name: str) -> Any:
-        if name == "noted":  # looked up by copy and pickle before there is any attribute
+        if name == "recorded":  # looked up by copy and pickle before there is any attribute
             raise AttributeError(name)
-        return getattr(self.noted, name)
+        return getattr(self.recorded, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.noted, name, value)
+        setattr(self.recorded, name, value)
 
 
-class NotedCollate:
-    """A collate function that notes the samples of a stream, which has no sampler; in workers it notes nothing here."""
+class RecordedCollate:
+    """Wraps a collate function and adds samples to a `DrawnOrder`, for streams, which have no sampler.
+
+    In a worker process it would add them to the worker's copy, so it is used only without workers.
+    """
 
     def __init__(self, collate: Callable[[Any], Any], order: DrawnOrder) -> None:
-        self.noted, self._order = collate, order
+        self.recorded, self._order = collate, order
 
     def __call__(self, samples: Any) -> Any:
-        """Collate ``samples``."""
+        """Add ``samples`` to the order, and collate them."""
         self._order.add(samples)
-        return self.noted(samples)
+        return self.recorded(samples)
 
 
-def note_order(dataloader: Any) -> DrawnOrder:
-    """Note the order in which a ``DataLoader``, or accelerate's around one, draws from now on: that of all replicas.
+def record_order(dataloader: Any) -> DrawnOrder:
+    """Record the order in which a ``DataLoader``, alone or in accelerate's, draws the samples of all replicas.
 
-    Of any other loader, and of a stream that is read by workers, nothing is noted.
+    For any other loader, and a stream that is read by workers, the returned order stays empty.
     """
     order = DrawnOrder()
     loader = getattr(dataloader, "base_dataloader", dataloader)
-    around, name = _place_of_sampler(loader)
-    batch_sampler = getattr(around, name, None)
+    holder, name = _holder_of_sampler(loader)
+    batch_sampler = getattr(holder, name, None)
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         if reader_of(loader) is None and getattr(loader, "num_workers", 1) == 0:
-            loader.collate_fn = NotedCollate(loader.collate_fn, order)
-    elif isinstance(batch_sampler, NotedBatchSampler):
+            loader.collate_fn = RecordedCollate(loader.collate_fn, order)
+    elif isinstance(batch_sampler, RecordedBatchSampler):
         batch_sampler.follow(order)
     elif batch_sampler is not None:
         # torch's loaders refuse a batch sampler that is set later, since they may have begun to iterate.
-        object.__setattr__(around, name, NotedBatchSampler(batch_sampler, order))
+        object.__setattr__(holder, name, RecordedBatchSampler(batch_sampler, order))
     return order
 
 
-def batches_drawn(dataloader: Any, num_used: int) -> int:
-    """Return how many batches the noted sampler has drawn for the ``num_used`` that this rank was given."""
+def num_batches_drawn(dataloader: Any, num_used: int) -> int:
+    """Return how many batches the recorded sampler has drawn when this rank has got ``num_used`` batches."""
     loader = getattr(dataloader, "base_dataloader", dataloader)
     reader = reader_of(loader)
     if isinstance(reader, ReplicaSampler):
         size = getattr(reader.batch_sampler, "batch_size", None)
         num_samples = num_used // reader.split.micro_steps * reader.split.samples
         return num_samples // size if isinstance(size, int) and size else 0
-    around, _ = _place_of_sampler(loader)
-    in_turn = around is not loader and not getattr(around, "split_batches", False)
-    return num_used * (int(around.num_processes) if in_turn else 1)
+    holder, _ = _holder_of_sampler(loader)
+    in_turn = holder is not loader and not getattr(holder, "split_batches", False)
+    return num_used * (int(holder.num_processes) if in_turn else 1)
 
 
-def _place_of_sampler(loader: Any) -> tuple[Any, str]:
-    """Return the object that holds the batch sampler of one process, and the attribute's name."""
-    name, around = "batch_sampler", loader
-    while (inner := getattr(around, name, None)) is not None and hasattr(type(inner), "__iter__"):
-        shares_out = isinstance(inner, ReplicaSampler) or type(inner).__name__ == "BatchSamplerShard"
+def _holder_of_sampler(loader: Any) -> tuple[Any, str]:
+    """Return the object that holds the batch sampler of all samples, and the name of its attribute."""
+    name, holder = "batch_sampler", loader
+    while (inner_sampler := getattr(holder, name, None)) is not None and hasattr(type(inner_sampler), "__iter__"):
+        shares_out = isinstance(inner_sampler, ReplicaSampler) or type(inner_sampler).__name__ == "BatchSamplerShard"
         if not shares_out:
             break
-        around = inner
-    return around, name
+        holder = inner_sampler
+    return holder, name

@@ -1,18 +1,18 @@
-"""A loader whose batches are this rank's shards: the drop-in for DeepSpeed's UlyssesSPDataLoaderAdapter.
+"""A loader that yields this rank's shards of batches: the drop-in for DeepSpeed's UlyssesSPDataLoaderAdapter.
 
     for batch in ShardedLoader(dataloader, replica):       # input_ids [B, s], position_ids, shift_labels, ...
 
-Where all ranks of the replica are given the same batch, each cuts its own part out of it and only a checksum travels,
-by which every rank learns whether they still agree. Where each is given a batch of its own, the batches are used in
-turn and their parts travel in one uneven all-to-all of bytes. Where the replicas take different batches, each reads its
-own samples out of those of the whole job.
+There are three modes. If all ranks of the replica read the same batch, each cuts its own part out of it, and only a
+checksum is exchanged, which shows whether the batches are still the same. If each rank reads a batch of its own, the
+batches are used in turn, and their parts are exchanged in one uneven all-to-all of bytes. If the replicas take
+different batches, each reads its own samples out of those of the whole job.
 
-    batch_mode      which of the three it is
-    whole_batches   the wrapped loader: its batches, and where it is resumed
-    sampling        one replica's samples out of those of the whole job
-    planning_ahead  reading and placing the next batches while the step computes
-    fetch           what the ranks do together for their next batches; fetchers: in each of the three ways
-    shards          what becomes of each entry of a batch
+    batch_mode      decides which of the three modes it is
+    whole_batches   the batches of the wrapped loader, and the position at which it is resumed
+    sampling        reads one replica's samples out of those of the whole job
+    planning_ahead  reads and places the next batches while the step computes
+    fetch           exchanges what the ranks have read for the next steps; fetchers has the three modes
+    shards          cuts the entries of a batch
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.epochs import STATE_VERSION, expect_compatible
-from ds_hetero.runtime.data.fetch import PlacerOfNow, PlanningAhead, Progress
+from ds_hetero.runtime.data.fetch import Progress
 from ds_hetero.runtime.data.fetchers import make_fetcher
+from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
+from ds_hetero.runtime.data.planning_ahead import CurrentPlacer, PlanningAhead
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.data.whole_batches import BatchReading, WholeBatches
 from ds_hetero.runtime.peers.calls import own_calls
@@ -36,23 +37,23 @@ from ds_hetero.values.placement import Placer, stream_placement
 class ShardedLoader:
     """Wraps a loader of whole batches; yields dicts of this rank's shards, on the CPU.
 
-    Lengths may differ from batch to batch and need not divide by anything. An epoch ends on all ranks in the same
-    step, also where ranks of a replica with batches of their own have unequally many: every batch is used.
-    ``iter(loader)`` begins an epoch, as with a DataLoader; ``next(loader)`` goes on with an epoch of its own and, after
+    Lengths may differ from batch to batch and need not be divisible by anything. An epoch ends on all ranks in the same
+    step, and every batch is used, even if ranks of a replica read unequal numbers of batches of their own.
+    ``iter(loader)`` begins an epoch, as with a DataLoader. ``next(loader)`` keeps an epoch of its own and, after
     StopIteration, begins another. ``len(loader)`` counts the steps of an epoch: the batches of the wrapped loader, or,
-    where each rank has its own, of all ranks together. Other attributes (``dataset``, ...) are the wrapped loader's.
+    if each rank has its own, those of all ranks together. Other attributes (``dataset``, ...) are the wrapped loader's.
 
-    Where the replicas take different batches (`Replica.batch_split`), ``dataloader`` is to be a ``DataLoader`` of all
-    samples, equal on all ranks; its batch size does not matter. Any other iterable is taken to hold this replica's
-    micro-batches. Each optimizer step is as many batches on every rank; replicas with fewer are given filler batches, a
-    short row in which no label counts. A shuffled loader has to be seeded alike on all ranks.
+    If the replicas take different batches (`Replica.batch_split`), ``dataloader`` must be a ``DataLoader`` of all
+    samples, equal on all ranks; its batch size does not matter. Any other iterable must yield this replica's
+    micro-batches. Each optimizer step has the same number of batches on every rank: a replica with fewer micro-batches
+    gets filler batches, short rows in which no label counts. A shuffled loader has to be seeded alike on all ranks.
 
     Args:
         dataloader: yields mappings; map-style or iterable, or any iterable of batches.
-        batches: ``"same"`` if all ranks of a replica are given the same batch, ``"own"`` if each has its own; left
-            out, it is detected, and logged by rank 0.
-        plan_ahead: gives what ``placer`` is at the moment; with it, a ``DataLoader`` is read one fetch ahead, and what
-            it gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
+        batches: ``"same"`` if all ranks of a replica read the same batch, ``"own"`` if each reads its own. Left out,
+            the mode is detected, and logged by rank 0.
+        plan_ahead: returns the present placer. With it, a ``DataLoader`` is read one fetch ahead, and its batches are
+            placed in a thread while the step computes. Left out, batches are read and placed when due.
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
@@ -65,7 +66,7 @@ class ShardedLoader:
         BatchError: on every rank. When made: the loaders of the ranks contradict each other. In iteration: a batch
             cannot be cut, the ranks do not hold the same one, or the replicas run out at different steps.
         StepError: in iteration, on every rank: a rank has left out a forward, backward or step of the batch before, or
-            is elsewhere, as after a ``break`` of its own.
+            is at another point of the loop, as after a ``break`` on that rank alone.
         PeerError: another rank could not read its batch; that rank raises what happened to it.
     """
 
@@ -77,12 +78,12 @@ class ShardedLoader:
         batches: Literal["same", "own"] | None = None,
         reading: BatchReading = BatchReading(),  # noqa: B008  (frozen)
         placer: Placer = stream_placement,
-        plan_ahead: PlacerOfNow | None = None,
+        plan_ahead: CurrentPlacer | None = None,
         names: LoaderNames = TORCH_LOADERS,
     ) -> None:
         self._replica = replica
         self._batches = WholeBatches(dataloader, names, reading)
-        self._placer_of_now, self._plans_ahead = plan_ahead or (lambda: placer), plan_ahead is not None
+        self._current_placer, self._plans_ahead = plan_ahead or (lambda: placer), plan_ahead is not None
         self._fetcher = make_fetcher(self._batches, replica, placer, batches)
         self._start = self._progress = Progress()
         self._num_skipped = 0
@@ -92,22 +93,22 @@ class ShardedLoader:
 
     @property
     def dataloader(self) -> Any:
-        """The wrapped loader; where the replicas take different batches, it reads those of this one."""
+        """The wrapped loader; if the replicas take different batches, a loader of this replica's samples."""
         return self._batches.dataloader
 
     @property
     def whole(self) -> Any:
-        """The wrapped loader; where the replicas take different batches, with the samples of all of them."""
+        """The wrapped loader of all samples, even if the replicas take different batches."""
         return self._batches.all_samples
 
     @property
     def replica(self) -> Replica:
-        """This rank's replica; batches are cut for the schedule that it has when they are drawn."""
+        """This rank's replica; a batch is cut for the replica's schedule at the time when it is drawn."""
         return self._replica
 
     @property
     def batches(self) -> str:
-        """Relation of the ranks' batches: ``"same"``, ``"own"`` or ``"dealt"``, see `batch_mode`."""
+        """Mode: ``"same"`` (shared by a replica), ``"own"`` (by rank) or ``"dealt"`` (divided), see `batch_mode`."""
         return self._fetcher.mode
 
     def __len__(self) -> int:
@@ -121,7 +122,7 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Entries]:
         progress, self._start = self._start, Progress()
         self._progress = progress
-        epoch = PlanningAhead(self._batches, self._batches.read_epoch(progress.fetches), self._placer_of_now)
+        epoch = PlanningAhead(self._batches, self._batches.read_epoch(progress.fetches), self._current_placer)
         while True:
             if self._fetcher.uses_in_turn:
                 self._state_before_fetch = self._batches.state()
@@ -134,7 +135,7 @@ class ShardedLoader:
             for number, shard in enumerate(shards[progress.used :], progress.used + 1):
                 is_last = number == len(shards)
                 self._progress = Progress(progress.fetches + 1) if is_last else replace(progress, used=number)
-                yield from own_calls.giving(shard)
+                yield from own_calls.yield_batch(shard)
             progress = Progress(progress.fetches + 1)
         self._progress = Progress()
 
@@ -155,9 +156,10 @@ class ShardedLoader:
         """Return this rank's position in the epoch, for `load_state_dict` on the same rank.
 
         Contains the wrapped loader's state if it has one (torchdata's StatefulDataLoader, alone or in accelerate's).
-        Any other is read from its beginning on resuming, and what was used is dropped, with the random states that the
-        epoch began with; it must then give the same batches in the same order, or is refused. Where replicas take
-        different batches, other replicas may go on, as long as the global batch is the same.
+        Any other loader is read from the beginning of the epoch on resuming, from the random states with which the
+        epoch began, and the batches that were used are dropped. It must then give the same batches in the same order,
+        or resuming is refused. If replicas take different batches, the resumed job may have other replicas, as long as
+        the global batch is the same.
         """
         is_amid_fetch = self._progress.used > 0
         checksum = self._checksum_before_fetch if is_amid_fetch else self._batches.checksum
@@ -174,11 +176,11 @@ class ShardedLoader:
         }
 
     def load_state_dict(self, state: Batch) -> None:
-        """Begin the next epoch where ``state`` was taken; the one after that is whole.
+        """Begin the next epoch where ``state`` was taken; the epochs after that are whole.
 
         Raises:
-            BatchError: the state is of another version, or was taken when batches went to the ranks in another way.
-                The loader's next epoch raises it on every rank where the loader gives other batches than before.
+            BatchError: the state has another version, or was taken in another mode. The next epoch raises it on every
+                rank if the loader gives other batches than before.
         """
         expect_compatible(state, self._compatibility())
         if state["epoch"] is not None:
@@ -191,11 +193,11 @@ class ShardedLoader:
         self._state_before_fetch, self._checksum_before_fetch = self._batches.state(), state["start"]["checksum"]
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> ShardedLoader:
-        """Return a loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
+        """Return a loader whose next epoch begins after ``num_batches`` steps, without reading the steps before.
 
         Args:
-            skip: how the wrapped loader does it: ``skip(dataloader, n)`` returns one without its first n batches, as
-                ``accelerate.skip_first_batches``.
+            skip: ``skip(dataloader, n)`` returns the wrapped loader without its first n batches, as
+                ``accelerate.skip_first_batches`` does.
         """
         loader = copy.copy(self)
         loader._start = loader._progress = self._fetcher.progress_after(num_batches)
@@ -205,4 +207,5 @@ class ShardedLoader:
         return loader
 
     def _compatibility(self) -> Entries:
+        """Return the settings that must be the same when a state is loaded as when it was saved."""
         return {"version": STATE_VERSION, **self._fetcher.compatibility(self.replica)}

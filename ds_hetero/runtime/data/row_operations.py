@@ -1,38 +1,40 @@
-"""Whether a loss that a loop makes of a module's outputs lets the samples of a batch see each other.
+"""Find operations in a training loop's loss that let the samples of a batch see each other.
 
-Between the reductions of a loss and the outputs of its module stand a few nodes. Those that are known to compute every
-row of the first axis from that row alone are listed here; any other is named, and so are those that work along the
-first axis, or pair rows by broadcasting, as contrastive losses do. The module itself is probed, see `sample_probe`.
+The loop computes a loss from the outputs of a module by a few operations. Those that are known to compute each row of
+the first dimension from that row alone are listed here. The first other operation is named, or the first that works
+along the first dimension, or that pairs rows by broadcasting, as contrastive losses do. The module itself is probed,
+see `sample_probe`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from torch.autograd.graph import Node
 
-from ds_hetero.runtime.data.loss_graph import is_identity
+from ds_hetero.runtime.data.graph_nodes import LEAF, dim_of, is_identity, operands, shape_of, trained_operands
 
-_LEAF = "torch::autograd::AccumulateGrad"
 _ELEMENTWISE_NAMES = """
     Abs Add Clamp ClampMax ClampMin Clone Cos Div Elu Erf Exp Expm1 Gelu Hardtanh LeakyRelu Log Log10 Log1P Log2
     LogSigmoid Logit MaskedFill Maximum Minimum Mul NanToNum NativeDropout Neg Pow Reciprocal Relu Rsqrt Rsub Sgn
     Sigmoid Silu Sin Softplus Sqrt Square Sub Tan Tanh Threshold ToCopy Where Xlogy
 """
-_OTHERS = "Add Clamp ClampMin ClampMax Div MaskedFill Mul Pow Rsub Sub"  # with numbers in the place of tensors
+_WITH_NUMBERS = (
+    "Add Clamp ClampMin ClampMax Div MaskedFill Mul Pow Rsub Sub"  # these take a number in place of a tensor as well
+)
 _ELEMENTWISE = frozenset(
-    [f"{name}Backward0" for name in _ELEMENTWISE_NAMES.split()] + [f"{name}Backward1" for name in _OTHERS.split()]
+    [f"{name}Backward0" for name in _ELEMENTWISE_NAMES.split()] + [f"{name}Backward1" for name in _WITH_NUMBERS.split()]
 )
 _SHAPE_NAMES = """
     Alias AsStrided Contiguous Expand Permute ReshapeAlias Squeeze T Transpose Unsqueeze UnsafeView View
 """
-_OF_SHAPE = frozenset(
+_CHANGES_OF_SHAPE = frozenset(
     [f"{name}Backward0" for name in _SHAPE_NAMES.split()]
     + ["SqueezeBackward1", "SqueezeBackward2", "CopyBackwards", "CopySlices"]
 )
-_ALONG_AN_AXIS = {  # and what the node keeps that axis as
+_ALONG_A_DIM = {  # and the name under which the node saves the dimensions
     "CumsumBackward0": "dim",
     "CatBackward0": "dim",
     "GatherBackward0": "dim",
@@ -92,78 +94,89 @@ _MAX_ROW_NODES = 2000
 
 
 def mixing_node(loss: Node, linear: Collection[Node], outputs: Collection[Node], rows: int) -> str | None:
-    """Name what may let samples see each other between a loss and a module's outputs; None: nothing.
+    """Name an operation between a loss and a module's outputs that may let samples see each other; None: there is none.
 
     Args:
-        linear: nodes of means and sums over samples that the loss is made of, see `loss_graph.LossTerms`.
+        linear: nodes of sums and means over samples of which the loss consists, see `loss_graph.LossTerms`.
         outputs: nodes that made the module's outputs, at which the search ends.
+        rows: samples of the batch.
     """
     todo: list[Node] = [loss]
     seen: set[Node] = set()
     while todo:
         node = todo.pop()
-        if node in seen or node in outputs or node.name() == _LEAF:
+        if node in seen or node in outputs or node.name() == LEAF:
             continue
         seen.add(node)
         if len(seen) > _MAX_ROW_NODES:
             return f"more than {_MAX_ROW_NODES} operations"
-        is_free = node in linear or is_identity(node) or math.prod(_shape(node)) == 1
-        if not is_free and (found := _mixes(node, outputs, rows)) is not None:
-            return found
-        todo += [below for below, _ in node.next_functions if below is not None]
+        is_harmless = node in linear or is_identity(node) or math.prod(shape_of(node)) == 1
+        problem = None if is_harmless else _problem_of(node, outputs, rows)
+        if problem is not None:
+            return problem
+        todo += trained_operands(node)
     return None
 
 
-def _mixes(node: Any, outputs: Collection[Node], rows: int) -> str | None:
-    name: str = node.name()
-    operands = [below for below, _ in node.next_functions]
+def _problem_of(node: Node, outputs: Collection[Node], rows: int) -> str | None:
+    """Name a node that may compute a row from other rows, and say how; None for a node that does not."""
+    name = node.name()
     if name in _ELEMENTWISE:
-        size, sizes = math.prod(_shape(node)), [math.prod(_shape(one)) for one in operands if one is not None]
-        is_paired = len(sizes) > 1 and size > max(sizes) and min(sizes) > 1
-        return f"{name}, which pairs all rows with all" if is_paired else None
-    if name in _OF_SHAPE or name in _LINEAR or name in _BY_ROW:
+        sizes = [math.prod(shape_of(operand)) for operand in trained_operands(node)]
+        # Broadcasting [rows, 1] against [rows] gives [rows, rows]: larger than both.
+        pairs_rows = len(sizes) > 1 and math.prod(shape_of(node)) > max(sizes) and min(sizes) > 1
+        return f"{name}, which pairs all rows with all" if pairs_rows else None
+    if name in _CHANGES_OF_SHAPE or name in _LINEAR or name in _BY_ROW:
         return None
     if name == "MmBackward0":
-        if all(one is not None and _reaches(one, outputs) for one in operands):
+        factors = operands(node)
+        if all(factor is not None and _reaches(factor, outputs) for factor in factors):
             return f"{name}, a product of two outputs of the batch"
-        is_by_data = operands[1] is None  # the second factor has no gradients
-        square = is_by_data and rows > 1 and _shape(node) == (rows, rows)
-        return f"{name}, a product with as many columns as there are samples" if square else None
-    if name in _ALONG_AN_AXIS:
-        axes = getattr(node, f"_saved_{_ALONG_AN_AXIS[name]}", None)
-        axes = [axes] if isinstance(axes, int) else list(axes or [])
-        below = next((one for one in operands if one is not None), None)
-        dims = len(_shape(below)) if below is not None else 0
-        along = [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
-        is_first = not along or any((axis % dims if dims else axis) == 0 for axis in along)
-        takes_whole = name in ("StackBackward0", "SplitBackward0", "UnbindBackward0", "CatBackward0", "SliceBackward0")
-        if is_first and dims and (_shape(below)[0] == rows or takes_whole) and not _is_scalar_stack(node, operands):
-            same = name == "SliceBackward0" and below is not None and _shape(node) == _shape(below)
-            return None if same else f"{name} along the first axis"
-        return None
+        is_by_data = factors[1] is None  # the second factor has no gradient
+        is_square = is_by_data and rows > 1 and shape_of(node) == (rows, rows)
+        return f"{name}, a product with as many columns as there are samples" if is_square else None
+    if name in _ALONG_A_DIM:
+        return f"{name} along the first axis" if _works_along_rows(node, rows) else None
     return name
 
 
-def _is_scalar_stack(node: Node, operands: Sequence[Node | None]) -> bool:
-    return node.name() in ("StackBackward0", "CatBackward0") and all(
-        one is None or math.prod(_shape(one)) == 1 for one in operands
-    )
+def _works_along_rows(node: Any, rows: int) -> bool:
+    """Whether a node of `_ALONG_A_DIM` works along the first dimension of a tensor of samples."""
+    name = node.name()
+    operand = next(iter(trained_operands(node)), None)
+    shape = shape_of(operand) if operand is not None else ()
+    if not shape or operand is None:
+        return False
+    saved = getattr(node, f"_saved_{_ALONG_A_DIM[name]}", None)
+    saved_dims = [saved] if isinstance(saved, int) else list(saved or [])
+    dims = [dim_of(dim, len(shape)) for dim in saved_dims]
+    if dims and 0 not in dims:
+        return False
+    # These take the first dimension apart or make it, so its size may differ from the number of samples.
+    resizes_rows = name in ("StackBackward0", "SplitBackward0", "UnbindBackward0", "CatBackward0", "SliceBackward0")
+    if shape[0] != rows and not resizes_rows:
+        return False
+    if _is_stack_of_scalars(node):
+        return False
+    is_whole_slice = name == "SliceBackward0" and shape_of(node) == shape
+    return not is_whole_slice
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    metadata = node._input_metadata
-    return tuple(int(size) for size in metadata[0].shape) if metadata else ()
+def _is_stack_of_scalars(node: Node) -> bool:
+    sizes = [math.prod(shape_of(operand)) for operand in trained_operands(node)]
+    return node.name() in ("StackBackward0", "CatBackward0") and all(size == 1 for size in sizes)
 
 
 def _reaches(node: Node, outputs: Collection[Node]) -> bool:
+    """Whether a node was computed from one of ``outputs``."""
     todo: list[Node] = [node]
     seen: set[Node] = set()
     while todo:
-        one = todo.pop()
-        if one in outputs:
+        current = todo.pop()
+        if current in outputs:
             return True
-        if one in seen or len(seen) > _MAX_ROW_NODES:
+        if current in seen or len(seen) > _MAX_ROW_NODES:
             continue
-        seen.add(one)
-        todo += [below for below, _ in one.next_functions if below is not None]
+        seen.add(current)
+        todo += trained_operands(current)
     return False

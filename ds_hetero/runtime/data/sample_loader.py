@@ -1,11 +1,11 @@
-"""Micro-batches for a module that every rank runs whole, where the ranks take different ones.
+"""A loader of micro-batches for a module that every rank runs whole, where the ranks take different micro-batches.
 
-    for images, classes in SampleLoader(dataloader, trainee, device):    # this rank's, of as many samples as it takes
+    for images, classes in SampleLoader(dataloader, trainee, device):    # this rank's micro-batches
 
-An optimizer step takes the next `BatchSplit.samples` samples of the order in which one process reads them, and is
-`BatchSplit.micro_steps` micro-batches on every rank. A rank that takes fewer is given its last one again, whose loss
-counts nothing. The trainee is told how many samples and labels every micro-batch has, and the step, by which its loss
-is weighed.
+An optimizer step takes the next `BatchSplit.samples` samples in the order in which one process would read them, and has
+`BatchSplit.micro_steps` micro-batches on every rank. A rank with fewer micro-batches gets its last one again, as a
+filler whose loss has weight zero. The trainee gets the number of samples and labels of each micro-batch and of the
+step, from which it weighs the loss.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.batch_mode import (
-    TORCH_LOADERS,
-    LoaderAround,
-    LoaderNames,
-    describe_loader,
-    expect_unsharded,
-)
+from ds_hetero.runtime.data.batch_mode import describe_loader, expect_unsharded
 from ds_hetero.runtime.data.epochs import STATE_VERSION, Epochs, expect_compatible
 from ds_hetero.runtime.data.fetch import FetchReport, Progress, ShortStep, exchange_reports
+from ds_hetero.runtime.data.loader_around import LoaderAround
+from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.sampling import (
     ReplicaSampler,
@@ -48,45 +44,46 @@ from ds_hetero.values.plans import BatchSplit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchWeights:
-    """Counts of a micro-batch and of its step, from which its loss is weighted."""
+class MicroBatchCounts:
+    """Numbers of samples and labels of a micro-batch and of its step, by which the micro-batch's loss is weighed."""
 
-    index: int  # among those of its optimizer step
-    counts: UnitCounts  # of the micro-batch; zeros where it only fills the step up
+    index: int  # among the micro-batches of its optimizer step
+    counts: UnitCounts  # of the micro-batch; zeros for a filler
     counts_of_step: UnitCounts  # of all micro-batches of all ranks
-    micro_batches: int  # of the step, without those that only fill it up on every rank
+    micro_batches: int  # the largest number on any rank in the step, without fillers
 
 
 class Trainee(Protocol):
-    """The module that a loader reads for."""
+    """The module for which a `SampleLoader` reads."""
 
     @property
     def replica(self) -> Replica:
-        """This rank's replica, which it is alone in."""
+        """The replica of this rank; it has no other rank."""
 
     @property
     def training(self) -> bool:
-        """Whether batches are trained on, not evaluated."""
+        """Whether the module trains on the batches, and does not evaluate them."""
 
     def note_reader(self, reader: ReplicaSampler | ReplicaStream | None) -> None:
-        """Let a reader of samples follow the batches of the ranks; None: there is one that cannot."""
+        """Remember the reader, whose split changes with the replica's; None for a loader without such a reader."""
 
-    def give(self, batch: MicroBatchWeights | None) -> None:
-        """Note that the next loss will be of this micro-batch; None: of an unknown one."""
+    def give(self, batch: MicroBatchCounts | None) -> None:
+        """Note that the next loss belongs to this micro-batch; None if it is not known to which."""
 
     def expect_used(self) -> None:
-        """Raise `StepError` if the micro-batch that was given last had no backward."""
+        """Raise `StepError` if no backward followed the latest `give`."""
 
 
 class SampleLoader(LoaderAround):
-    """Wraps a loader of all samples; yields this rank's micro-batches, of the structure that the loader gives them.
+    """Wraps a loader of all samples; yields this rank's micro-batches, with the structure of the wrapped loader's.
 
     An epoch whose first batch is drawn in ``eval()`` yields the wrapped loader's batches as they are.
 
     Args:
         dataloader: a ``DataLoader`` of all samples, the same on every rank, whose batch size does not matter; any other
-            iterable is taken to hold this rank's micro-batches, all full.
-        trainee: the module, with the batches of all ranks.
+            iterable must yield this rank's micro-batches, all full.
+        trainee: the module; its replica has the split of the batches among all ranks.
+        batches: the mode that the user requested, if any; ``"own"`` is refused.
         is_of_rank: see `replica_samples`.
 
     Caller: every rank of the world.
@@ -94,7 +91,7 @@ class SampleLoader(LoaderAround):
 
     Raises:
         BatchError: on every rank. When made: loaders are sharded. In iteration: the ranks draw different samples, or
-            run out at different steps; a batch does not show its samples.
+            run out of them at different steps; nothing in a batch has one row per sample.
         StepError: in iteration, on every rank: a rank has left out a forward, backward or step.
         PeerError: another rank could not read its batch; that rank raises what happened to it.
     """
@@ -125,7 +122,8 @@ class SampleLoader(LoaderAround):
         self._reader = reader_of(self.dataloader)
         trainee.note_reader(self._reader)
         self._short_step = ShortStep()
-        self._has_read, self._latest = False, None  # a micro-batch, which fills up the steps that have too few
+        self._has_read = False  # every rank has read a micro-batch
+        self._latest: Any = None  # the latest micro-batch of this rank, which is its filler
         self._start = self._progress = Progress()
 
     def __len__(self) -> int:
@@ -140,7 +138,7 @@ class SampleLoader(LoaderAround):
         self._names.set_epoch(self.dataloader, epoch)
 
     def begin_at(self, progress: Progress) -> None:
-        """Begin the next epoch after these steps, whatever their samples were."""
+        """Begin the next epoch after ``progress``, without comparing the samples that are left out."""
         self._start = self._progress = progress
         if self._reader is not None:
             self._reader.expected = None
@@ -158,11 +156,11 @@ class SampleLoader(LoaderAround):
         }
 
     def load_state_dict(self, state: Batch) -> None:
-        """Begin the next epoch where ``state`` was taken; the one after that is whole.
+        """Begin the next epoch where ``state`` was taken; the epochs after that are whole.
 
         Raises:
-            BatchError: the state is of another version, or of another global batch. The next epoch raises it on every
-                rank where the loader gives other samples than before.
+            BatchError: the state has another version, or another global batch. The next epoch raises it on every rank
+                if the loader gives other samples than before.
         """
         split, replica_id = self._split
         expect_compatible(state, {"version": STATE_VERSION, "global_batch": split.samples})
@@ -178,13 +176,13 @@ class SampleLoader(LoaderAround):
 
     @property
     def _checksum(self) -> int | None:
-        """Return a checksum of what the epoch has given so far; None where that cannot be compared."""
+        """Return a checksum of the samples of the epoch so far; None if it cannot be compared."""
         return self._epochs.checksum if self._reader is None else self._reader.checksum
 
     def __iter__(self) -> Iterator[Any]:
         if not self._trainee.training:
-            whole = self.dataloader if self._reader is None else all_samples(self.dataloader)
-            yield from (on_device(batch, self._device) for batch in whole)
+            full_loader = self.dataloader if self._reader is None else all_samples(self.dataloader)
+            yield from (on_device(batch, self._device) for batch in full_loader)
             return
         progress, self._start = self._start, Progress()
         self._progress = progress
@@ -196,23 +194,24 @@ class SampleLoader(LoaderAround):
             if not micro_batches:
                 break
             for index, (weight, batch) in enumerate(micro_batches):
-                if index < progress.used and number == progress.fetches:
+                was_used = index < progress.used and number == progress.fetches
+                if was_used:
                     continue
                 is_last = index + 1 == len(micro_batches)
                 self._progress = Progress(number + 1) if is_last else Progress(number, index + 1)
                 self._trainee.give(weight)
-                yield from own_calls.giving(on_device(batch, self._device))
+                yield from own_calls.yield_batch(on_device(batch, self._device))
         self._progress = Progress()
 
     @property
     def _split(self) -> tuple[BatchSplit, int]:
-        """The batches of all ranks, and this rank's index among them."""
+        """The split of the batches among all ranks, and this rank's index in it."""
         replica = self._trainee.replica
         assert replica.batch_split is not None
         return replica.batch_split, replica.replica_id
 
     def _open(self, first_step: int) -> Iterator[Any]:
-        """Return the wrapped loader's batches; it is opened, and may fail, when the first is taken."""
+        """Yield the wrapped loader's batches from ``first_step`` on; the loader is opened when the first is taken."""
         if self._reader is None:
             yield from self._epochs.read()
             return
@@ -222,62 +221,73 @@ class SampleLoader(LoaderAround):
             yield batch
         self._reader.first_step = 0
 
-    def _fetch(self, batches: Iterator[Any], number: int) -> list[tuple[MicroBatchWeights, Any]]:
-        """Return this rank's micro-batches of the step of that number in the epoch; none at its end."""
+    def _fetch(self, batches: Iterator[Any], number: int) -> list[tuple[MicroBatchCounts, Any]]:
+        """Return this rank's micro-batches of step ``number`` of the epoch, fillers included; [] at the end.
+
+        Raises:
+            BatchError, StepError, PeerError: see `SampleLoader`; on every rank.
+        """
         split, replica_id = self._split
         if self._reader is not None:
             split = self._reader.split_at(number)
-        taken: list[Any] = []
+        micro_batches_read: list[Any] = []
         counts: list[UnitCounts] = []
         checksum, error = 0, None
         try:
             self._trainee.expect_used()
-            taken = list(islice(batches, split.micro_batches[replica_id]))
-            drawn, checksum = (None, 0) if self._reader is None else self._reader.take_drawn(number)
-            ranges = split.micro_batches_of(replica_id, split.samples if drawn is None else drawn)
-            sizes = [stop - start for start, stop in ranges][: len(taken)]
-            for batch, size in zip(taken, sizes, strict=True):
+            micro_batches_read = list(islice(batches, split.micro_batches[replica_id]))
+            num_samples, checksum = (None, 0) if self._reader is None else self._reader.take_drawn(number)
+            ranges = split.micro_batches_of(replica_id, split.samples if num_samples is None else num_samples)
+            sizes = [stop - start for start, stop in ranges][: len(micro_batches_read)]
+            for batch, size in zip(micro_batches_read, sizes, strict=True):
                 _expect_samples(batch, size)
-            counts = [UnitCounts.of(batch, size) for batch, size in zip(taken, sizes, strict=True)]
+            counts = [UnitCounts.of(batch, size) for batch, size in zip(micro_batches_read, sizes, strict=True)]
         except Exception as raised:
             error = raised
-        report = FetchReport(replica_id, len(taken), samples=checksum)
+        report = FetchReport(replica_id, len(micro_batches_read), samples=checksum)
         reports = exchange_reports(number, report, json.dumps(UnitCounts.total(counts)).encode(), error)
         reports.expect_same_samples()
-        if not any(of_rank.batches for of_rank in reports.by_rank):
+        if not any(report.batches for report in reports.by_rank):
             self._short_step.end_epoch()
             return []
         self._short_step.expect_end_after(reports, split)
-        idle = [rank for rank, of_rank in enumerate(reports.by_rank) if not of_rank.batches]
+        idle = [rank for rank, report in enumerate(reports.by_rank) if not report.batches]
         counts_of_step = UnitCounts.total(map(json.loads, reports.payloads))
         if idle and not self._has_read:
             raise BatchError(
                 f"the first step has {counts_of_step.sample_mean} samples, too few for ranks {idle} to get one: the "
                 f"ranks take {split} per optimizer step. Give the loader more samples, or drop_last=True."
             )
-        self._has_read, self._latest = True, taken[-1] if taken else self._latest
-        micro_batches = max(of_rank.batches for of_rank in reports.by_rank)
-        num_fillers = split.micro_steps - len(taken)
-        counts, taken = [*counts, *[UnitCounts(0)] * num_fillers], [*taken, *[self._latest] * num_fillers]
-        return [
-            (MicroBatchWeights(index=i, counts=own, counts_of_step=counts_of_step, micro_batches=micro_batches), batch)
-            for i, (own, batch) in enumerate(zip(counts, taken, strict=True))
-        ]
+        self._has_read = True
+        if micro_batches_read:
+            self._latest = micro_batches_read[-1]
+        max_micro_batches = max(report.batches for report in reports.by_rank)
+        num_fillers = split.micro_steps - len(micro_batches_read)
+        counts += [UnitCounts(0)] * num_fillers
+        micro_batches_read += [self._latest] * num_fillers
+        micro_batches = []
+        for index, (counts_of_batch, batch) in enumerate(zip(counts, micro_batches_read, strict=True)):
+            described = MicroBatchCounts(
+                index=index, counts=counts_of_batch, counts_of_step=counts_of_step, micro_batches=max_micro_batches
+            )
+            micro_batches.append((described, batch))
+        return micro_batches
 
 
 def _expect_samples(batch: Any, samples: int) -> None:
-    """Refuse a micro-batch in which nothing has one row per sample: collate dropped some. Raises `BatchError`."""
+    """Refuse a micro-batch in which nothing has one row per sample. Raises `BatchError`."""
     rows = sorted(set(_rows(batch)))
     if samples not in rows:
         raise BatchError(
             f"this rank's micro-batch has {samples} samples, but nothing in it has as many rows: they are {rows}. "
-            "ranks that take different batches are weighed by what is in theirs. Have the collate function put "
-            "a tensor of one row per sample into the batch; a loader that makes its batches itself gives full ones."
+            "Losses of ranks that take different batches are weighed by the samples in them. Let the collate "
+            "function drop no sample and put a tensor with one row per sample into the batch; a loader that makes its "
+            "batches itself must make full ones."
         )
 
 
 def _rows(entry: Any) -> Iterator[int]:
-    """Rows of every tensor in a batch, and of every list of strings or numbers."""
+    """Yield the number of rows of every tensor in a batch, and of every list of strings or numbers."""
     if isinstance(entry, Tensor):
         if entry.dim():
             yield entry.shape[0]
@@ -292,7 +302,7 @@ def _rows(entry: Any) -> Iterator[int]:
 
 
 def on_device(entry: Any, device: torch.device) -> Any:
-    """Return the same batch with its tensors on ``device``; objects of the user's own are left as they are."""
+    """Return a batch with its tensors moved to ``device``; objects of other classes stay the same."""
     if isinstance(entry, Tensor):
         return entry.to(device)
     if isinstance(entry, Mapping):

@@ -1,7 +1,10 @@
-"""Samplers of one replica, made from the loader of one process: they read only samples that the replica trains on.
+"""Samplers that read one replica's samples, made from a loader of all samples.
 
-The samples keep the order and the number that the given loader's sampler, or iterable dataset, has; the batches are
-those of `BatchSplit`. Every rank must be given a loader of all samples, not one that is sharded already.
+All replicas together read the samples in the order of the loader's own sampler or iterable dataset; `BatchSplit` says
+which of them each replica takes. Every rank must be given a loader of all samples, not one that is sharded already.
+
+Example: a step has 6 samples, of which replica 0 takes 4 in one micro-batch and replica 1 takes 2. From the order
+7 2 5 0 3 1 replica 0 reads 7 2 5 0, and replica 1 reads 3 1.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ds_hetero.runtime.data.epochs import add_to_checksum, expect_same_checksum
 from ds_hetero.runtime.data.shards import Entries
 from ds_hetero.values.plans import BatchSplit
 
-_COPIED = (
+_COPIED_ARGUMENTS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -32,73 +35,82 @@ _COPIED = (
 
 
 class Drawn(NamedTuple):
-    """The samples of one step, those of all replicas."""
+    """Number and checksum of the samples of one step, those of all replicas together."""
 
-    samples: int | None = None  # how many; None where they were drawn by another process, or the epoch is over
-    checksum: int = 0  # of their indices, or of a stream's first one; 0 where these are not known
+    samples: int | None = None  # None if another process drew them (a worker), or the epoch is over
+    checksum: int = 0  # of their indices, or of a stream's first sample; 0 if these are not known
 
 
-class _Steps:
-    """Draws for the steps of an epoch, those of all replicas, and which of them are left out.
+class _StepSamples:
+    """Draws the samples of the steps of an epoch, those of all replicas; leaves out steps that were trained on before.
 
     Attributes:
-        checksum: of what the steps that were taken have drawn; None where another process drew it.
-        expected: what `checksum` is to be after the steps that are left out; None where that is not known.
+        checksum: checksum of the samples of all steps so far; None if another process drew them.
+        expected: the ``checksum`` that the steps before ``first_step`` must have; None if it is not known.
+        first_step: step at which the next epoch begins; samples of the steps before it are drawn and left out.
+        newest_step: the latest step of this epoch whose samples were drawn.
     """
 
     def __init__(self, split: BatchSplit) -> None:
-        self.first_step = 0  # of the next epoch; those before are drawn and left out
-        self.newest_step = -1  # that was drawn in this epoch
-        self._splits = [(0, split)]  # and the steps of the epoch from which they hold
+        self.first_step = 0
+        self.newest_step = -1
+        self._splits = [(0, split)]  # (first step, the split from that step on)
         self.checksum: int | None = 0
         self.expected: int | None = None
         self._drawn: dict[int, Drawn] = {}
 
     @property
     def split(self) -> BatchSplit:
-        """How the steps to come are shared out."""
+        """The split by which the replicas share the steps to come."""
         return self._splits[-1][1]
 
     def split_at(self, step: int) -> BatchSplit:
-        """Return how a step of this epoch is shared out."""
+        """Return the split by which the replicas share ``step`` of this epoch."""
         return next(split for first, split in reversed(self._splits) if first <= step)
 
     def change(self, split: BatchSplit, step: int) -> None:
-        """Share steps from this one on by another split of as many samples; all ranks alike, before it is drawn."""
+        """Let another split of as many samples share the steps from ``step`` on, which must not be drawn yet.
+
+        Every rank makes the same change.
+        """
         assert split.samples == self.split.samples and step > self.newest_step, (split, step, self.newest_step)
         self._splits.append((step, split))
 
     def take_drawn(self, step: int) -> Drawn:
-        """Return what was drawn for a step, once."""
+        """Return the samples drawn for a step, forget them, and add them to ``checksum``."""
         drawn = self._drawn.pop(step, Drawn())
-        self._add(drawn)
+        self._add_to_checksum(drawn)
         return drawn
 
     def oldest_checksum(self) -> int:
-        """Return the checksum of the oldest step that was drawn and not asked for, once; 0 where there is none."""
+        """Return the checksum of the oldest step that was drawn and not taken yet, and forget it; 0 if none is left."""
         return self._drawn.pop(min(self._drawn)).checksum if self._drawn else 0
 
     def _samples_by_step(self, samples: Iterable[Any], size: int) -> Iterator[list[Any]]:
-        """Yield samples of the steps not left out, ``size`` each. Raises `BatchError`: those left out have changed."""
+        """Yield the ``size`` samples of each step that is not left out.
+
+        Raises:
+            SamplingError: in the steps that are left out, the earlier job had other samples.
+        """
         first_step, self.checksum = self.first_step, 0
         self.newest_step, self._splits = -1, [(0, self.split)]
         self._drawn.clear()
         steps = _chunks(samples, size)
-        for chosen in islice(steps, first_step):
-            self._add(_drawn(chosen))
+        for samples_of_step in islice(steps, first_step):
+            self._add_to_checksum(_number_and_checksum(samples_of_step))
         if first_step:
             expect_same_checksum(self.checksum, self.expected, f"{first_step} steps")
-        for step, chosen in enumerate(steps, first_step):
-            self._drawn[step], self.newest_step = _drawn(chosen), step
-            yield chosen
+        for step, samples_of_step in enumerate(steps, first_step):
+            self._drawn[step], self.newest_step = _number_and_checksum(samples_of_step), step
+            yield samples_of_step
 
-    def _add(self, drawn: Drawn) -> None:
-        known = self.checksum is not None and drawn.samples is not None
-        self.checksum = add_to_checksum(self.checksum or 0, drawn) if known else None
+    def _add_to_checksum(self, drawn: Drawn) -> None:
+        is_known = self.checksum is not None and drawn.samples is not None
+        self.checksum = add_to_checksum(self.checksum or 0, drawn) if is_known else None
 
 
-class ReplicaSampler(_Steps, Sampler[list[int]]):
-    """Batch sampler of one replica over the batch sampler of one process.
+class ReplicaSampler(_StepSamples, Sampler[list[int]]):
+    """Batch sampler that yields one replica's part of the samples that the wrapped batch sampler draws.
 
     Args:
         batch_sampler: yields lists of sample indices; ``batch_sampler.sampler`` is where shuffling is seeded.
@@ -128,24 +140,25 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the parts inside which epoch comes next."""
+        """Tell the batch sampler and its sampler which epoch comes next."""
         for part in (self.batch_sampler, self.sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         samples = chain.from_iterable(self.batch_sampler)
-        for chosen in self._samples_by_step(samples, self.split.samples):
+        for samples_of_step in self._samples_by_step(samples, self.split.samples):
             split = self.split_at(self.newest_step)
-            yield from (chosen[a:b] for a, b in split.micro_batches_of(self.replica, len(chosen)))
+            for start, stop in split.micro_batches_of(self.replica, len(samples_of_step)):
+                yield samples_of_step[start:stop]
 
     def __len__(self) -> int:
-        full, rest = divmod(self.num_samples, self.split.samples)
-        return full * self.split.micro_batches[self.replica] + len(self.split.micro_batches_of(self.replica, rest))
+        full, num_rest = divmod(self.num_samples, self.split.samples)
+        return full * self.split.micro_batches[self.replica] + len(self.split.micro_batches_of(self.replica, num_rest))
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, of all replicas. Raises ``TypeError``: the batch sampler does not show how many."""
+        """Number of samples of an epoch, of all replicas. Raises ``TypeError``: the batch sampler does not show it."""
         size = getattr(self.batch_sampler, "batch_size", None)
         if self.sampler is None or not isinstance(size, int):
             raise TypeError(f"{type(self.batch_sampler).__name__} does not show how many samples it yields")
@@ -153,8 +166,13 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
         return samples - samples % size if self.drop_last else samples
 
 
-class ReplicaStream(_Steps, IterableDataset[Any]):
-    """One replica's samples of an iterable dataset; ``drop_last`` leaves out what does not fill a process's batch."""
+class ReplicaStream(_StepSamples, IterableDataset[Any]):
+    """Iterable dataset that yields one replica's samples of another iterable dataset.
+
+    Args:
+        batch_size: of the loader of all samples.
+        drop_last: leave out samples at the end that do not fill a batch of ``batch_size``.
+    """
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, split: BatchSplit, replica: int) -> None:
         super().__init__(split)
@@ -162,7 +180,7 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
         self.batch_size, self.drop_last = batch_size, drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the parts inside which epoch comes next."""
+        """Tell the dataset which epoch comes next."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -171,13 +189,13 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
         if self.drop_last:
             full = (batch for batch in _chunks(samples, self.batch_size) if len(batch) == self.batch_size)
             samples = chain.from_iterable(full)
-        for chosen in self._samples_by_step(samples, self.split.samples):
-            for a, b in self.split.micro_batches_of(self.replica, len(chosen)):
-                yield from chosen[a:b]
+        for samples_of_step in self._samples_by_step(samples, self.split.samples):
+            for start, stop in self.split.micro_batches_of(self.replica, len(samples_of_step)):
+                yield from samples_of_step[start:stop]
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, of all replicas. Raises ``TypeError``: the dataset has no length."""
+        """Number of samples of an epoch, of all replicas. Raises ``TypeError``: the dataset has no length."""
         samples = len(self.dataset)
         return samples - samples % self.batch_size if self.drop_last else samples
 
@@ -188,42 +206,46 @@ def replica_samples(
     """Return a loader like ``dataloader``, a plain ``DataLoader``, that yields this replica's micro-batches.
 
     Args:
-        is_of_rank: its batch size is a rank's, so that ``drop_last`` leaves out what fills no micro-step of all ranks.
+        is_of_rank: the loader's batch size is that of one rank, so ``drop_last`` leaves out samples that do not fill a
+            micro-step of all ranks.
 
     Raises:
         BatchError: the loader does not make batches itself, or reads a stream with several workers, whose batches do
             not come in the order of the samples.
     """
     dataset = dataloader.dataset
-    kept: Entries = {name: getattr(dataloader, name) for name in _COPIED}
+    copied_arguments: Entries = {name: getattr(dataloader, name) for name in _COPIED_ARGUMENTS}
     if isinstance(dataset, IterableDataset):
         if dataloader.batch_size is None or dataloader.num_workers > 1:
             raise BatchError(
                 f"an iterable dataset with batch_size={dataloader.batch_size} and num_workers={dataloader.num_workers} "
-                "cannot be divided among replicas that differ; give a batch_size, and at most one worker."
+                "cannot be divided among replicas that differ; give it a batch_size, and at most one worker."
             )
         stream = ReplicaStream(dataset, dataloader.batch_size, dataloader.drop_last, split, replica)
-        return DataLoader(stream, split.micro_batch_sizes[replica], **kept)
+        return DataLoader(stream, split.micro_batch_sizes[replica], **copied_arguments)
     if dataloader.batch_sampler is None:
         raise BatchError("a DataLoader without a batch_size cannot be divided among replicas that differ; give it one.")
     sampler: Any = dataloader.batch_sampler
     if is_of_rank and type(sampler) is BatchSampler:
         sampler = BatchSampler(sampler.sampler, sum(split.micro_batch_sizes), sampler.drop_last)
-    return DataLoader(dataset, batch_sampler=ReplicaSampler(sampler, split, replica), **kept)
+    return DataLoader(dataset, batch_sampler=ReplicaSampler(sampler, split, replica), **copied_arguments)
 
 
 def all_samples(dataloader: Any) -> DataLoader[Any]:
-    """Return the loader of one process again, from what `replica_samples` made of it."""
+    """Return the loader of all samples from which `replica_samples` made ``dataloader``."""
     reader = reader_of(dataloader)
-    kept: Entries = {name: getattr(dataloader, name) for name in _COPIED}
+    copied_arguments: Entries = {name: getattr(dataloader, name) for name in _COPIED_ARGUMENTS}
     if isinstance(reader, ReplicaStream):
-        return DataLoader(reader.dataset, reader.batch_size, drop_last=reader.drop_last, **kept)
+        return DataLoader(reader.dataset, reader.batch_size, drop_last=reader.drop_last, **copied_arguments)
     assert reader is not None
-    return DataLoader(dataloader.dataset, batch_sampler=reader.batch_sampler, **kept)
+    return DataLoader(dataloader.dataset, batch_sampler=reader.batch_sampler, **copied_arguments)
 
 
 def reader_of(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
-    """Return a loader's sampler from `replica_samples`, also after accelerate has made another loader of it."""
+    """Return the sampler or dataset that `replica_samples` put into a loader; None for any other loader.
+
+    Finds it also after accelerate has made another loader from that one.
+    """
     for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
         if isinstance(part, ReplicaSampler | ReplicaStream):
             return part
@@ -231,7 +253,10 @@ def reader_of(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
 
 
 def reader_inside(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
-    """`reader_of` a loader, or of what it wraps, as accelerate's skipping of batches does."""
+    """Return the result of `reader_of`, also for a loader in which other batch samplers wrap the sampler.
+
+    accelerate wraps batch samplers to skip batches.
+    """
     part = getattr(dataloader, "batch_sampler", None)
     while part is not None and not isinstance(part, ReplicaSampler):
         part = getattr(part, "batch_sampler", None)
@@ -239,32 +264,39 @@ def reader_inside(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
 
 
 def steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
-    """Optimizer steps of an epoch. Raises ``TypeError``: the number of samples is not known."""
+    """Return the optimizer steps of an epoch. Raises ``TypeError``: the number of samples is not known."""
     return -(-reader.num_samples // reader.split.samples)
 
 
 def micro_steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
-    """Micro-steps of an epoch.
+    """Return the micro-steps of an epoch.
 
-    Where all replicas have as many micro-batches in a step, they are the micro-batches of one process: a short last
-    step has as many as the replicas need for its samples. Where they have not, one process has steps alone, and every
-    step counts alike. Raises ``TypeError``: the number of samples is not known.
+    If all replicas have the same number of micro-batches in a step, a short last step has only as many micro-steps as
+    the replicas need for its samples, as in one process. Else every step counts `BatchSplit.micro_steps`.
+
+    Raises:
+        TypeError: the number of samples is not known.
     """
     split = reader.split
     if len(set(split.micro_batches)) > 1:
         return steps_in_epoch(reader) * split.micro_steps
-    full, rest = divmod(reader.num_samples, split.samples)
+    full, num_rest = divmod(reader.num_samples, split.samples)
     replicas = range(len(split.micro_batches))
-    return full * split.micro_steps + max(len(split.micro_batches_of(replica, rest)) for replica in replicas)
+    return full * split.micro_steps + max(len(split.micro_batches_of(replica, num_rest)) for replica in replicas)
 
 
-def _drawn(chosen: list[Any]) -> Drawn:
-    """Draws of a step: indices, or samples of a stream, of which one is enough to see another order."""
-    indices = all(isinstance(one, int) for one in chosen)
-    return Drawn(len(chosen), zlib.crc32(repr(chosen).encode()) if indices else add_to_checksum(0, chosen[:1]))
+def _number_and_checksum(samples_of_step: list[Any]) -> Drawn:
+    """Return number and checksum of the samples of a step: of all indices, or of the first sample of a stream.
+
+    One sample of a stream costs less than all, and is enough to notice another order.
+    """
+    are_indices = all(isinstance(sample, int) for sample in samples_of_step)
+    checksum = zlib.crc32(repr(samples_of_step).encode()) if are_indices else add_to_checksum(0, samples_of_step[:1])
+    return Drawn(len(samples_of_step), checksum)
 
 
 def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of ``size`` items, the last one perhaps shorter."""
     items = iter(items)
     while chunk := list(islice(items, size)):
         yield chunk

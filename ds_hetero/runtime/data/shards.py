@@ -1,33 +1,25 @@
-"""Cuts the part of a whole batch that one rank holds, without communication.
+"""Cut the part of a whole batch that one rank holds, without communication.
 
-What happens to an entry is decided by what it is:
+The name and shape of an entry decide what happens to it:
 
     input_ids, inputs_embeds    cut; one of them must be there and gives B and L
     position_ids                cut; 0 .. L - 1 is made where missing; [L] and [1, L] are spread over the batch
     attention_mask              cut; [B, L] only
     labels                      moved left by one over the whole sequence, -100 at its end, and cut: ``shift_labels``
-    shift_labels                cut as given; `labels` beside it are not moved again
-    any other tensor            cut if its first two dimensions are B and L (token_type_ids, seq_idx), else given whole
+    shift_labels                cut without being moved; `labels` in the same batch are then not moved again
+    any other tensor            cut if its first two dimensions are B and L (token_type_ids, seq_idx), else passed whole
                                 to every rank (cu_seq_lens_q, pixel_values)
-    anything else               given to every rank as it is
+    anything else               passed to every rank unchanged
 
-For a model whose own forward cuts what its decoder is given (``keep_inputs``), only labels are cut here, and the
+With ``keep_inputs``, for a model whose own forward cuts the inputs of its decoder, only labels are cut here, and the
 ``position_ids`` by which ranks agree; all other entries go whole to every rank.
 
 Dimension key: B batch, L tokens of the sequence, s tokens that one rank holds.
-
-The shards that loaders of this process have given out lately, to know them again where a copy has lost their mark.
-
-A loader marks a shard by what it attaches to its ``position_ids`` (`ds_hetero.runtime.data.shard_info`). Frameworks
-copy tensors, and scripts hand on ``input_ids`` alone; a copy holds the same numbers. So a digest of the tokens is kept,
-by shape, or of their embeddings where a batch has no tokens; of a rank without tokens, that of its placeholder's
-position ids, which are of no sequence.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -36,29 +28,30 @@ import torch
 from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, is_part, loaded_sums, shard_info
+from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, loaded_sums, shard_info
 from ds_hetero.runtime.documents import MASK, POSITIONS, PositionRuns, expect_one_set_of_boundaries, position_runs
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.schedule import Schedule
 
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
 
-# Entries that tell flash attention where packed documents begin; they hold for one length.
 Batch = Mapping[str, Any]
 """Entries of a batch, or arguments of a model, by name."""
 
 Entries = dict[str, Any]
-"""The same, to be changed."""
+"""Entries of a batch in a dict that its owner may change."""
 
+# Entries that tell flash attention where packed documents begin; they are valid for one length of a batch alone.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-_CHECKED_ELEMENTS = 1 << 20
+_CHECKED_ELEMENTS = 1 << 20  # of a tensor, for its checksum
 
-_ALWAYS_CUT = ("position_ids", "labels", "shift_labels")
+_ALWAYS_CUT = ("position_ids", "labels", "shift_labels")  # even with ``keep_inputs``
 
-PLACEHOLDER_POSITION = -1  # position id of the one token that stands for none
+# A rank without tokens gets one placeholder token, since a model cannot run on none.
+PLACEHOLDER_POSITION = -1  # its position id
 
-# What the one token holds that stands for none.
+# Its entries; those not listed are 0.
 _PLACEHOLDER = {"position_ids": PLACEHOLDER_POSITION, "shift_labels": IGNORE_INDEX}
 
 
@@ -68,26 +61,26 @@ class WholeBatch:
 
     batch_size: int  # B
     length: int  # L
-    sequences: dict[str, Tensor]  # [B, L, ...] tensors, of which each rank gets its positions
+    sequences: dict[str, Tensor]  # [B, L, ...] tensors; each rank gets the part at its positions
     constants: dict[str, Tensor]  # tensors without a sequence dimension, for every rank
-    objects: Entries  # what is not a tensor, for every rank
-    rows: tuple[Rows, ...] = ()  # documents of every row; empty where they are left to be found by the model's forward
-    documents_from: str | None = None  # the entry that they were read from, one of `ds_hetero.runtime.documents`
+    objects: Entries  # entries that are not tensors, for every rank
+    rows: tuple[Rows, ...] = ()  # documents of every row; empty if the model's forward is to find the documents
+    documents_from: str | None = None  # the entry that showed the documents, one of `ds_hetero.runtime.documents`
     position_runs: PositionRuns = ()  # the position ids, where the documents are known
-    keeps_inputs: bool = False  # whether the model takes whole sequences and cuts them itself; they are constants
+    keeps_inputs: bool = False  # the model takes whole sequences and cuts them itself; they are in ``constants``
 
     def shard(self, intervals: Sequence[tuple[int, int]]) -> Entries:
-        """Return the batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
+        """Return the batch of the rank that holds ``intervals``: sequences [B, s, ...] copied to the CPU."""
         sequences = {name: cut(tensor, intervals) for name, tensor in self.sequences.items()}
         return {**sequences, **{name: tensor.cpu() for name, tensor in self.constants.items()}, **self.objects}
 
     def num_labels(self) -> int | None:
-        """Labels that count in the loss; None if the batch has none at all."""
+        """Return the number of labels that count in the loss; None for a batch without labels."""
         labels = self.sequences.get("labels", self.sequences.get("shift_labels"))
         return None if labels is None else int(labels.ne(IGNORE_INDEX).sum())
 
     def fingerprints(self) -> dict[str, str]:
-        """Type, shape and checksum of every tensor, equal where two ranks hold the same batch.
+        """Return type, shape and checksum of every tensor, equal where two ranks hold the same batch.
 
         The checksum covers up to 2^20 elements, evenly spaced: the ids of a million tokens, a sample of embeddings.
         """
@@ -96,13 +89,13 @@ class WholeBatch:
 
 
 class PlacedBatch(NamedTuple):
-    """A batch, and which of its positions each rank holds."""
+    """A batch, and its placement: which of its positions each rank holds."""
 
     batch: WholeBatch
     placement: Placement
 
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the batch and of the placement."""
+        """Return the fingerprints of the batch's tensors and of the placement."""
         return {**self.batch.fingerprints(), "placement": f"#{self.placement.fingerprint & 0xFFFFFFFF:08x}"}
 
     def shard(self, rank: int, *, num_items: int | None = None, is_filler: bool = False) -> Entries:
@@ -123,7 +116,7 @@ class PlacedBatch(NamedTuple):
 
 
 def place(placer: Placer, schedule: Schedule, batch: WholeBatch) -> PlacedBatch:
-    """Decide which positions of ``batch`` each rank holds. Raises `BatchError`: it does not fit the schedule."""
+    """Decide which positions of ``batch`` each rank holds. Raises `BatchError`: the batch does not fit the schedule."""
     try:
         return PlacedBatch(batch, placer(schedule, batch.length, batch.rows))
     except ScheduleError as error:
@@ -131,13 +124,16 @@ def place(placer: Placer, schedule: Schedule, batch: WholeBatch) -> PlacedBatch:
 
 
 def read_batch(batch: Any, keep_labels: bool = False, keep_inputs: bool = False) -> WholeBatch:
-    """Sort the entries of a batch by this module's rules. Raises `BatchError`: one that cannot be cut, by name.
+    """Sort the entries of a batch by the rules in the table at the top of this module.
 
     Args:
         batch: a mapping as collators make it.
-        keep_labels: keep ``labels``, unmoved, beside ``shift_labels``; a model that is not given ``shift_labels`` would
-            move them inside its shard and lose the labels at the borders.
-        keep_inputs: leave everything but labels whole, for a model that cuts what its decoder is given.
+        keep_labels: keep ``labels``, unmoved, beside ``shift_labels``. A model that is not given ``shift_labels`` would
+            move ``labels`` inside its shard and lose the labels at the borders.
+        keep_inputs: leave everything but labels whole, for a model that cuts the inputs of its decoder itself.
+
+    Raises:
+        BatchError: an entry cannot be cut; the message names it.
     """
     if not isinstance(batch, Mapping):
         raise BatchError(f"a batch must be a mapping from names to tensors, got {type(batch).__name__}.")
@@ -173,10 +169,10 @@ def read_batch(batch: Any, keep_labels: bool = False, keep_inputs: bool = False)
 
 
 def text_positions(positions: Tensor) -> Tensor | None:
-    """The places of tokens in their text, [B, L], out of what a model with axes of images is given; None for 0 .. L-1.
+    """Return the positions of tokens in their text, [B, L], from position ids with axes of images; None for 0 .. L - 1.
 
     Args:
-        positions: [B, L]; [3, B, L] time, height and width; or [4, B, L], the text's own before these.
+        positions: [B, L]; [3, B, L] time, height and width; or [4, B, L], the positions in the text before these.
     """
     if positions.dim() == 3:
         return positions[0] if positions.shape[0] == 4 else None
@@ -187,18 +183,18 @@ def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
     """Return a batch of one short row without labels, for a rank that must run a forward but has no batch.
 
     Args:
-        batch: one whose entries it is to have; None for tokens, positions and labels alone.
+        batch: a batch whose entries the filler repeats; None for a filler of tokens, positions and labels alone.
         length: tokens of the row.
     """
-    if batch is not None and batch.keeps_inputs:  # images and the places that they fill belong together
+    if batch is not None and batch.keeps_inputs:  # not shortened: images and their tokens belong together
         labels = {name: torch.full_like(batch.sequences["position_ids"], IGNORE_INDEX) for name in batch.sequences}
         return replace(batch, sequences={**labels, "position_ids": batch.sequences["position_ids"]})
     if batch is None:
         batch = read_batch({"input_ids": torch.zeros(1, length, dtype=torch.int64)})
-    batch_size, have = 1, min(length, batch.length)
-    repeats = -(-length // have)
+    num_copied = min(length, batch.length)
+    repeats = -(-length // num_copied)
     sequences = {
-        name: tensor[:batch_size, :have].repeat(1, repeats, *[1] * (tensor.dim() - 2))[:, :length]
+        name: tensor[:1, :num_copied].repeat(1, repeats, *[1] * (tensor.dim() - 2))[:, :length]
         for name, tensor in batch.sequences.items()
         if name not in PACKING
     }
@@ -209,7 +205,7 @@ def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
         sequences[name] = torch.full((1, length), IGNORE_INDEX)
     is_by_documents = bool(batch.rows)
     return WholeBatch(
-        batch_size=batch_size,
+        batch_size=1,
         length=length,
         sequences=sequences,
         constants={name: tensor for name, tensor in batch.constants.items() if name not in PACKING},
@@ -221,10 +217,10 @@ def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
 
 
 def model_inputs(shard: Batch, device: torch.device) -> Entries:
-    """Return a shard as a model takes it, with its `ShardInfo` and labels attached to ``position_ids``.
+    """Return the arguments of a model for a shard, with its `ShardInfo` and labels attached to ``position_ids``.
 
-    A model cannot be run on no token at all, so a rank without tokens gets one column that stands for none. Labels of a
-    model that predicts each token in its own place become ``shift_labels``.
+    A model cannot run on zero tokens, so a rank without tokens gets one placeholder token. ``labels`` that the loader
+    kept, of a model that predicts each token at its own position, become ``shift_labels``.
     """
     entries = dict(shard)
     if "labels" in entries:
@@ -238,12 +234,13 @@ def model_inputs(shard: Batch, device: torch.device) -> Entries:
 
 
 def cut(tensor: Tensor, intervals: Sequence[tuple[int, int]]) -> Tensor:
-    """[B, L, ...] -> [B, s, ...]: the positions of ``intervals``, copied to the CPU so that the whole can be freed."""
+    """Copy the positions in ``intervals``, [B, L, ...] -> [B, s, ...], to the CPU, so that the whole can be freed."""
     parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
     return torch.cat(parts, dim=1).cpu()
 
 
 def _model_input(name: str, entry: Any, device: torch.device) -> Any:
+    """Return an entry of a shard on ``device``; one of zero tokens gets the placeholder's column."""
     if not isinstance(entry, Tensor):
         return entry
     if entry.dim() > 1 and entry.shape[1] == 0:
@@ -252,6 +249,7 @@ def _model_input(name: str, entry: Any, device: torch.device) -> Any:
 
 
 def _batch_and_length(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return B and L of a batch. Raises `BatchError`: its tokens are missing, or have no such shape."""
     shapes = {name: tuple(tensors[name].shape) for name in ("input_ids", "inputs_embeds") if name in tensors}
     if not shapes:
         raise BatchError(
@@ -267,6 +265,7 @@ def _batch_and_length(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def _positions(positions: Tensor | None, batch_size: int, length: int) -> Tensor:
+    """Return ``position_ids`` as [B, L]; 0 .. L - 1 if missing. Raises `BatchError`: they have another shape."""
     if positions is None:
         positions = torch.arange(length)
     shape = tuple(positions.shape)
@@ -280,6 +279,7 @@ def _positions(positions: Tensor | None, batch_size: int, length: int) -> Tensor
 
 
 def _expect_one_per_token(tensors: Mapping[str, Tensor], name: str, batch_size: int, length: int) -> None:
+    """Refuse the entry ``name`` unless it is missing or [B, L]. Raises `BatchError`."""
     if name not in tensors or tuple(tensors[name].shape) == (batch_size, length):
         return
     remedy = "Give a [B, L] padding mask; mark packed documents by position_ids that restart." if "mask" in name else ""
@@ -290,67 +290,18 @@ def _expect_one_per_token(tensors: Mapping[str, Tensor], name: str, batch_size: 
 
 
 def _moved_left(labels: Tensor) -> Tensor:
-    """The label of position i is what position i predicts: the label given at i + 1, nothing at the end.
+    """Move labels [B, L] left by one, so that position i has the label of i + 1, which it predicts; -100 at the end.
 
-    Packed documents need no more: collators put -100 at a document's first token, so that nothing has to predict it.
+    Packed documents need no more: collators put -100 at a document's first token, so that no token has to predict it.
     """
     end = labels.new_full((labels.shape[0], 1), IGNORE_INDEX)
     return torch.cat([labels[:, 1:], end], dim=1)
 
 
 def shard_fingerprint(tensor: Tensor) -> str:
-    """Type, shape and checksum, see `WholeBatch.fingerprints`."""
+    """Return type, shape and checksum of a tensor, such as "int64[1, 8] #0a1b2c3d"; see `WholeBatch.fingerprints`."""
     flat = tensor.detach().reshape(-1)
-    every = max(1, -(-flat.numel() // _CHECKED_ELEMENTS))
-    sample = flat[::every].cpu().contiguous()
+    stride = max(1, -(-flat.numel() // _CHECKED_ELEMENTS))
+    sample = flat[::stride].cpu().contiguous()
     checksum = zlib.crc32(sample.view(torch.uint8).numpy().data)
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} #{checksum:08x}"
-
-
-_SHARDS_REMEMBERED = 64  # a loop draws the micro-batches of an optimizer step before it runs them
-_PRIME = 1_000_003
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
-_recent: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_SHARDS_REMEMBERED)
-
-
-def note_shard(shard: Batch) -> None:
-    """Remember a shard on the CPU, before `model_inputs`, if other ranks hold parts of its sequences."""
-    positions, tokens = shard["position_ids"], shard.get("input_ids", shard.get("inputs_embeds"))
-    info = shard_info(positions)
-    if not is_part(positions) or info is None or positions.shape[1] == info.placement.length:
-        return
-    if info.inputs_are_whole:
-        return
-    if not positions.shape[1]:
-        tokens = torch.full((len(positions), 1), PLACEHOLDER_POSITION)
-    if isinstance(tokens, Tensor):
-        _recent.append((tuple(tokens.shape), _digest(tokens)))
-
-
-def forget_shards() -> None:
-    """Forget all shards, when no loader gives out new ones."""
-    _recent.clear()
-
-
-def is_shard(*tensors: Any) -> bool:
-    """Whether one of ``tensors`` belongs to a shard: has its mark, or is a copy of one given out lately.
-
-    Looks at the numbers of those tensors only that have the shape of such a shard; on a GPU that waits for them.
-    """
-    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-    if any(is_part(tensor) for tensor in given):
-        return True
-    shapes = {shape for shape, _ in _recent}
-    return any(tuple(t.shape) in shapes and (tuple(t.shape), _digest(t)) in _recent for t in given)
-
-
-@torch.no_grad()
-def _digest(tensor: Tensor) -> int:
-    """Return a sum that depends on the order: each number, or its bits, times its place, squared, modulo 2^64."""
-    numbers = tensor.reshape(-1)
-    if numbers.is_floating_point():
-        numbers = numbers.view(_INTEGERS[numbers.element_size()])
-    numbers = numbers.to(torch.int64)
-    places = torch.arange(1, len(numbers) + 1, device=numbers.device) * _PRIME
-    return int(((numbers + places) * (numbers + places)).sum())

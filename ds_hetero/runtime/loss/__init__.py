@@ -1,12 +1,12 @@
-"""Losses of sequences, and of batches, that are spread over ranks.
+"""Compute losses of sequences and batches that are split over ranks.
 
-scaling           the factor by which DeepSpeed's plain average of gradients is the gradient of the loss
-recognition       whether a loss has that scale already
-counted_ratio     terms that keep what they are divided by
-log_probs         losses of tokens from logits
+scaling           factors with which DeepSpeed's plain average of gradients is the gradient of the loss
+recognition       finds out whether a loss has such a factor already
+counted_ratio     a term divided by a count, which its graph keeps
+log_probs         log-probabilities and cross entropies of tokens from logits
 token_metrics     entropy and accuracy of tokens
-load_balancing    the auxiliary loss of a mixture of experts
-same_scalar       a check of penalties
+load_balancing    auxiliary loss of a mixture of experts
+same_scalar       checks that a penalty is the same on all ranks of a replica
 """
 
 from ds_hetero.runtime.loss.counted_ratio import ratio

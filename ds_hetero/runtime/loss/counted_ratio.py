@@ -1,6 +1,7 @@
-"""A term of a loss that is divided by a count: the graph keeps the count, which adds up over ranks.
+"""A term of a loss that is a sum divided by a count; its autograd node has the count as an attribute.
 
-`ds_hetero.runtime.data.loss_graph` finds it there, and `ds_hetero.runtime.data.loss_weights` weighs the term by it.
+`ds_hetero.runtime.data.loss_reductions` reads the count from the node, and `ds_hetero.runtime.data.loss_weights` weighs
+the term by the count: one process would divide the sum over all ranks by the sum of all counts.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from torch.autograd.function import once_differentiable
 
 
 def ratio(total: Tensor, count: Tensor | float) -> Tensor:
-    """Return a sum over this rank's samples divided by a number that adds up over ranks; zero where there is nothing.
+    """Return ``total / count``, or zero if ``count`` is zero.
 
-    Where ranks take different batches, the term is weighed by its counts; see `ds_hetero.runtime.data.loss_weights`.
+    If ranks take different batches, the engine weighs the term by the ranks' counts.
+
+    Args:
+        total: a sum over this rank's samples.
+        count: divisor on this rank. One process would divide the sum over all ranks by the sum of the ranks' counts.
     """
     value: Tensor = _Ratio.apply(total, torch.as_tensor(count, device=total.device))  # type: ignore[no-untyped-call]
     return value
 
 
 class _Ratio(torch.autograd.Function):
-    """Divides, and keeps the denominator as ``unit``."""
+    """Divides ``total`` by ``count``, and keeps the count in the attribute ``unit`` of its node."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:

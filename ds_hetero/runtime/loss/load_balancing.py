@@ -1,10 +1,11 @@
-"""The load-balancing loss of a mixture of experts over sequences that ranks hold parts of.
+"""The load-balancing loss of a mixture of experts, for sequences that are split over ranks.
 
     loss = E * sum over e of f_e * P_e
 
-f_e is the share of tokens that are sent to expert e (times the experts a token is sent to) and P_e the mean probability
-of expert e, both over the tokens of all layers (Switch Transformer, arXiv:2101.03961, equations 4 to 6, as transformers
-sums them over layers). A product of means is no mean: counts and probabilities are added up over the replica first.
+f_e is the share of tokens that are routed to expert e, times k, and P_e is the mean probability of expert e, both over
+the tokens of all layers (Switch Transformer, arXiv:2101.03961, equations 4 to 6, summed over layers as in
+transformers). The ranks' losses cannot be averaged, since the loss is a product of means: counts and probabilities are
+summed over the replica first.
 
 Dimension key: T tokens of the rank's part of the batch, E experts, k experts of one token.
 """
@@ -21,20 +22,20 @@ from torch import Tensor
 from ds_hetero.runtime.replica import Replica
 
 
-def load_balancing_loss(gates: Sequence[Tensor], top_k: int, real: Tensor, replica: Replica) -> Tensor:
+def load_balancing_loss(gates: Sequence[Tensor], top_k: int, is_real: Tensor, replica: Replica) -> Tensor:
     """Return the loss of the whole batch, equal on all ranks of the replica.
 
     Args:
-        gates: by layer, the router's logits [T, E].
-        top_k: experts that a token is sent to.
-        real: [T], 1 where a token counts; padding and placeholders do not.
+        gates: for each layer, the router's logits [T, E].
+        top_k: experts to which a token is routed, k.
+        is_real: [T], 1 for tokens that count, 0 for padding and placeholders.
 
-    Caller: every rank of the replica, in the forward; the gradient of the loss may be taken on every rank, and adds up
-    over them to that of one process when the ranks' losses do.
+    Caller: every rank of the replica, in the forward. If the ranks' losses add up to the loss of one process, their
+    gradients of this loss add up to its gradient.
     Collectives: one all_reduce of 2 E + 1 numbers forward, one backward.
     """
     num_experts = gates[0].shape[-1]
-    weights = real.to(torch.float32)
+    weights = is_real.to(torch.float32)
     counts = torch.zeros(num_experts, dtype=torch.float32, device=weights.device)
     probabilities = torch.zeros_like(counts)
     for logits_TE in gates:
@@ -50,7 +51,10 @@ def load_balancing_loss(gates: Sequence[Tensor], top_k: int, real: Tensor, repli
 
 
 class _SumOverReplica(torch.autograd.Function):
-    """A sum over the ranks; its gradient on a rank is the sum of what all ranks' losses make of it."""
+    """Sums a tensor over the ranks of a replica, in the forward and, for its gradient, in the backward.
+
+    Every rank computes its own loss from the sum, so the gradient of the tensor is that of all these losses.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, replica: Replica) -> Tensor:

@@ -1,7 +1,7 @@
-"""Recognition of losses that have the scale of the engine's average.
+"""Find out whether a loss has been scaled for the engine's average by the functions of `scaling`.
 
-A loss shows it in its graph, where a node of `ds_hetero.runtime.loss.scaling` stands a few operations above it. The
-outputs of a model whose loss is that of the whole batch are marked.
+The graph of such a loss has a node of `ds_hetero.runtime.loss.scaling`, a few operations below the loss. If a model's
+outputs have the loss of the whole batch, they have a mark.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ds_hetero.runtime.loss.scaling import makes_scaled
 
-_NODES_SEARCHED = 32  # of the graph above a loss, for what users add to it
-_MARK = "ds_hetero_loss"  # of a model's outputs
+_MAX_NODES_TO_SCALED = 32  # searched below a loss: the operations by which users add terms to it
+_MARK = "ds_hetero_loss"  # attribute of a model's outputs
 
 
 def is_scaled(loss: Tensor) -> bool:
-    """Whether ``loss`` was made here: is a result of the functions above, or a few operations away from one."""
+    """Whether ``loss`` is a result of the functions of `scaling`, or was computed from one by a few operations."""
     todo, seen = [loss.grad_fn], 0
-    while todo and seen < _NODES_SEARCHED:
+    while todo and seen < _MAX_NODES_TO_SCALED:
         node = todo.pop(0)
         seen += 1
         if node is None:
@@ -29,11 +29,11 @@ def is_scaled(loss: Tensor) -> bool:
 
 
 def has_unscaled_term(loss: Tensor) -> bool:
-    """Whether a part of ``loss``, which `is_scaled`, does not come from the functions above.
+    """Whether ``loss``, for which `is_scaled` is True, has a term that the functions of `scaling` have not scaled.
 
-    Such a term would be averaged over ranks as it is, each rank's tokens by another weight than in the loss. Functions
-    of scaled losses alone are right. Costs a walk over the few nodes above them; where there is a term, over a path
-    from it to the first parameter.
+    The engine would average such a term over ranks without weights, so its tokens would have other weights than the
+    tokens of the loss. A loss computed from scaled losses alone has no such term. Walks over the few nodes above the
+    scaled losses; if there is a term, over a path from the term to the first parameter.
     """
     todo, seen = [loss.grad_fn], set()
     while todo:
@@ -48,7 +48,7 @@ def has_unscaled_term(loss: Tensor) -> bool:
 
 
 def mark_loss_of_batch(outputs: object) -> None:
-    """Mark the outputs of a model whose ``loss`` is that of the whole batch, in the scale of the engine's average."""
+    """Mark a model's ``outputs`` whose ``loss`` is that of the whole batch, scaled for the engine's average."""
     setattr(outputs, _MARK, True)
 
 

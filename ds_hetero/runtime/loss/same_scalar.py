@@ -11,10 +11,13 @@ from ds_hetero.runtime.replica import Replica
 
 
 def expect_same_scalar(value: Tensor, replica: Replica) -> None:
-    """Refuse a scalar that differs in a replica, as a mean over own tokens does. Raises `BatchError` on every rank.
+    """Refuse a scalar that differs between the ranks of a replica, as a mean over a rank's own tokens does.
 
     Caller: every rank of the replica.
     Collectives: one all_reduce of two numbers.
+
+    Raises:
+        BatchError: it differs; on every rank.
     """
     scalar = value.detach().double()
     extremes = torch.stack([scalar, -scalar])
@@ -23,6 +26,6 @@ def expect_same_scalar(value: Tensor, replica: Replica) -> None:
     if largest > smallest:
         raise BatchError(
             f"handle.mean takes a scalar that is the same on all ranks, such as a penalty on parameters; this one is "
-            f"between {smallest:.6g} and {largest:.6g}. Of a quantity of the tokens, give one value per token, [B, s]: "
-            "a mean over the rank's own would weigh ranks alike, which hold unequal shards."
+            f"between {smallest:.6g} and {largest:.6g}. For a quantity of the tokens, give one value per token, [B, "
+            "s]: with means over the ranks' own tokens, ranks with unequal shards would have equal weights."
         )

@@ -1,4 +1,4 @@
-"""Quantities that people watch beside the loss: entropy and accuracy of the tokens.
+"""Compute metrics of tokens that are logged beside the loss: entropy and accuracy.
 
 Dimension key: B batch, s tokens of this rank, C tokens that count, V vocabulary, or this rank's part of it.
 """
@@ -15,14 +15,15 @@ from ds_hetero.runtime.vocabulary import VocabularyPart
 
 @torch.no_grad()
 def measure_tokens(logits: Tensor, labels: Tensor, part: VocabularyPart | None = None) -> Tensor:
-    """Return what people watch beside the loss, ``[3]``: labels that count, entropies and hits of the first guess.
+    """Return three sums over this rank's tokens, [3]: labels that count, entropies, and correct predictions.
 
     Args:
         logits: [B, s, V].
-        labels: [B, s], of the token at the same place; those that do not count are `IGNORE_INDEX`.
-        part: words of the logits; None for all. With it the ranks of its group call this together, and get the same.
+        labels: [B, s], of the logits at the same position; `IGNORE_INDEX` for tokens that do not count.
+        part: this rank's part of the vocabulary, which the logits have; None for the whole. With it the ranks of its
+            group call this together, and get the same result.
 
-    Collectives: with ``part``, two all_reduces of the largest of numbers by token, and two of sums.
+    Collectives: with ``part``, two MAX all_reduces and two SUM all_reduces.
     """
     counts = labels != IGNORE_INDEX
     logits_CV = logits[counts].float()
@@ -33,16 +34,16 @@ def measure_tokens(logits: Tensor, labels: Tensor, part: VocabularyPart | None =
     entropy = -(log_p_CV.exp() * log_p_CV).sum()
     if part is not None:
         entropy = part.summed(entropy)
-    hits = (_first_guess(logits_CV, part) == labels[counts]).sum()
-    return torch.stack([counts.sum(), entropy, hits]).to(logits.device, torch.float32)
+    num_correct = (_predicted_words(logits_CV, part) == labels[counts]).sum()
+    return torch.stack([counts.sum(), entropy, num_correct]).to(logits.device, torch.float32)
 
 
-def _first_guess(logits_CV: Tensor, part: VocabularyPart | None) -> Tensor:
-    """The word of the largest logit, ``[C]``; of words with equal logits the first one, with and without parts."""
+def _predicted_words(logits_CV: Tensor, part: VocabularyPart | None) -> Tensor:
+    """Return the vocabulary index of each token's largest logit, [C]; of several equal ones, the smallest index."""
     best_C, word_C = logits_CV.max(-1)
     if part is None:
         return word_C
     best_of_all_C = part.largest(best_C.clone())
-    not_here = torch.iinfo(word_C.dtype).max
-    word_of_all_C = (word_C + part.start).masked_fill(best_C < best_of_all_C, not_here)
-    return -part.largest(-word_of_all_C)  # the smallest
+    no_word = torch.iinfo(word_C.dtype).max
+    candidate_C = (word_C + part.start).masked_fill(best_C < best_of_all_C, no_word)
+    return -part.largest(-candidate_C)  # the smallest of the ranks' candidates

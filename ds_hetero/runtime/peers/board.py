@@ -1,18 +1,15 @@
-"""Place of every rank, and what ranks tell each other in the key-value store, where no collective can help any more.
+"""A board in the key-value store, by which ranks tell each other where they are when collectives no longer work.
 
-    asked            how often ranks have asked where the others are; who sees it grow writes its status
-    status/RANK      where that rank is
-    num_ends, end/N  the last words of the ranks that have ended, in their order
-    diagnosis        why the job cannot go on; the first one counts
+    asked            number of questions where the ranks are; a rank that sees a new question writes its status
+    status/RANK      status of that rank: where it is, and its calls
+    num_ends, end/N  the last words of the N-th rank that has ended: how, and why
+    diagnosis        the reason why the job cannot go on; the first diagnosis that is written counts
+    process/RANK     host and id of that rank's process
 
-Any process that reaches the store can write to it: torch's has no secret. In an elastic job, whose processes share one,
-what ranks write has an HMAC (`sign_with`), and what has none is as if it were not there.
+Any process that reaches the store can write to it, since torch's store has no secret. The processes of an elastic job
+share a token, so there ranks add an HMAC to their entries (`sign_with`), and ignore entries without a valid HMAC.
 
-A store that cannot be reached raises `torch.distributed.DistError` or a RuntimeError, from any method.
-
-Where the main thread of this process is, is read from its stack, and what it waits for where its calls return at once,
-as on NCCL, from what it has posted (`posted`). Of the processes of other ranks, those of the same host and container
-are looked at.
+Every method raises `torch.distributed.DistError` or a RuntimeError if the store cannot be reached.
 """
 
 from __future__ import annotations
@@ -22,28 +19,22 @@ import hmac
 import json
 import logging
 import os
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
-    distributed_c10d,
 )
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.runtime.peers.calls import History, own_calls
-from ds_hetero.runtime.peers.posted import Collective, Numbered, is_unfinished, latest_posted, num_begun
-from ds_hetero.runtime.peers.stack import is_call_of_script, line_of_script, place_of, waits_for_ranks
+from ds_hetero.runtime.peers.calls import History
+from ds_hetero.runtime.peers.posted_calls import Collective, PostedCollective
 
-ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
+ENDED, FAILED, STOPPED = "ended", "failed", "stopped"  # values of `End.outcome`
 
 T = TypeVar("T")
 
@@ -54,56 +45,71 @@ _key: bytes | None = None  # of the HMACs
 
 
 def sign_with(token: bytes) -> None:
-    """Sign what this rank writes, and believe only what is signed, on boards that are made from here on."""
+    """Make later boards sign the entries of this rank, and ignore entries whose signature is wrong or missing."""
     global _key
     _key = hmac.digest(token, b"board", hashlib.sha256)
 
 
 class Status(NamedTuple):
-    """Position of a rank. ``counts``: of the collectives that it has begun, by the name of their process group."""
+    """Where a rank is, as it answers a question of another rank.
 
-    asked: int  # the question that this answers
-    place: str  # file, line and function of the script, and of the collective that it waits in, if it does
-    waits: bool  # whether it waits for other ranks there
-    in_script: bool  # whether in a collective that the script itself calls
-    unchanged_s: float  # for how long it has been there
+    Attributes:
+        question_number: of the question that the rank answers.
+        place: for people: the function and the line of the script, such as "all_reduce at train.py:41".
+        waits: the rank waits for other ranks there.
+        in_script: the rank waits in a collective that the script itself has called.
+        unchanged_s: seconds that the rank has been there.
+        history: latest calls of the rank.
+        collective: torch's collective in which the rank waits, if any.
+        counts: number of collectives that the rank has begun, by the name of their process group.
+        may_compute: the rank may wait for a kernel on its own device, and for no other rank; see `Place`.
+        posted: latest collectives of the rank, by the name of their process group.
+        gathers: modules for which the rank has gathered parameters on ZeRO-3, see `calls.own_gathers`.
+    """
+
+    question_number: int
+    place: str
+    waits: bool
+    in_script: bool
+    unchanged_s: float
     history: History
-    collective: Collective | None = None  # of torch's that it waits in
+    collective: Collective | None = None
     counts: Mapping[str, int] = MappingProxyType({})
-    may_compute: bool = False  # whether it may be a kernel of its own that it waits for, and no rank; see `Place`
-    posted: Mapping[str, Sequence[Numbered]] = MappingProxyType({})  # the latest collectives, by process group
-    gathers: History = History((), 0, False)  # of ZeRO-3, `calls.own_gathers`
+    may_compute: bool = False
+    posted: Mapping[str, Sequence[PostedCollective]] = MappingProxyType({})
+    gathers: History = History((), 0, False)
 
 
 class End(NamedTuple):
-    """The last words of a rank."""
+    """The last words of a rank: how and why it has ended."""
 
     rank: int
-    how: str  # `ENDED` with its script, `FAILED` with an error of its own, or `STOPPED` because of other ranks
-    text: str
+    outcome: str  # `ENDED` with its script, `FAILED` with an error of its own, or `STOPPED` because of other ranks
+    text: str  # of the error; "" if the rank ended with its script
+    counts: dict[str, int] | None = None  # collectives that the rank has begun, by process group; None if not known
 
 
 class Board:
-    """This rank's access to what the ranks write.
+    """This rank's access to the board.
 
-    It has a connection of its own, so that it works while another thread waits in the store.
+    It has its own connection to the store, so that it works while another thread waits in the store.
 
     Args:
-        attempt: a name that these processes share, and no others: torchrun's store outlives them, and processes that it
-            starts again would read the last words of those before.
+        attempt: a name that only the processes of this start share. torchrun's store outlives the processes, so after a
+            restart the ranks would otherwise read the last words of the earlier ones.
 
     Attributes:
-        has_lost_rank_0: whether rank 0 is seen to be gone. If it has kept the store, nothing is asked any more: torch
-            would print the stack of its C++ code before the error says who is gone.
+        has_lost_rank_0: returns whether rank 0 is known to be gone. If the store is in rank 0's process, no request is
+            made after that: torch would print the stack of its C++ code before the error says which rank is gone.
     """
 
     def __init__(self, attempt: str = "") -> None:
         global _num_boards
-        _num_boards += 1  # the same on every rank, also where process groups are made one after another
+        _num_boards += 1  # the same on every rank, even if a script makes several default groups, one after the other
         store = _get_default_store()
         clone = getattr(store, "clone", None)
         self.has_lost_rank_0: Callable[[], bool] = lambda: False
-        self._is_kept_by_rank_0 = _is_kept_by_rank_0(store)
+        self._is_store_in_rank_0 = _is_in_rank_0(store)
         self._prefix, self._key = f"ds_hetero/{_num_boards}/{attempt}", _key
         self._store: Store = PrefixStore(self._prefix, store if clone is None else clone())
         self._has_warned = False
@@ -113,33 +119,33 @@ class Board:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the store has not answered the request under way; 0 where there is none."""
+        """Seconds since the begin of the present request to the store; 0 if no request runs."""
         asked_at_s = self._asked_at_s
         return 0.0 if asked_at_s is None else time.monotonic() - asked_at_s
 
-    def asked(self) -> int:
-        """How often ranks have asked for positions."""
+    def num_asked(self) -> int:
+        """Return the number of questions that ranks have asked so far."""
         return int(self._request(self._store.add, "asked", 0))
 
     def ask(self) -> int:
         """Ask all ranks where they are; return the number of the question."""
         return int(self._request(self._store.add, "asked", 1))
 
-    def may_ask(self, asked: int) -> bool:
-        """Whether this rank is the one that asks after question ``asked``; one of all that want to."""
-        return int(self._request(self._store.add, f"asks_after/{asked}", 1)) == 1
+    def may_ask(self, num_asked: int) -> bool:
+        """Whether this rank may ask the question after number ``num_asked``: the first rank that calls this may."""
+        return int(self._request(self._store.add, f"asks_after/{num_asked}", 1)) == 1
 
     def introduce(self, rank: int, process: JsonDict) -> None:
-        """Tell the other ranks the process of this one."""
+        """Write host, id and start time of the process of ``rank``, which is this rank."""
         self._write(f"process/{rank}", process)
 
     def process(self, rank: int) -> JsonDict | None:
-        """Return the process that a rank has introduced itself with."""
+        """Return the entry that a rank has written by `introduce`; None if it has written none yet."""
         content: JsonDict | None = self._read(f"process/{rank}")
         return content
 
     def write_status(self, rank: int, status: Status) -> None:
-        """Write where this rank is."""
+        """Write the status of this rank."""
         self._write(f"status/{rank}", status._replace(counts=dict(status.counts), posted=dict(status.posted)))
 
     def status(self, rank: int) -> Status | None:
@@ -149,7 +155,7 @@ class Board:
             return None
         status = Status(*content)
         collective = None if status.collective is None else Collective(*status.collective)
-        posted = {group: [Numbered(*call) for call in calls] for group, calls in status.posted.items()}
+        posted = {group: [PostedCollective(*call) for call in calls] for group, calls in status.posted.items()}
         history, gathers = History(*status.history), History(*status.gathers)
         return status._replace(history=history, collective=collective, posted=posted, gathers=gathers)
 
@@ -168,19 +174,20 @@ class Board:
         return self._ends
 
     def settle(self, diagnosis: list[str]) -> list[str]:
-        """Write a diagnosis unless there is one; return the one that counts."""
+        """Write a diagnosis, unless another rank has written one before; return the first diagnosis, which counts."""
         raw = self._request(self._store.compare_set, "diagnosis", "", self._signed("diagnosis", diagnosis))
-        content: list[str] | None = self._believed("diagnosis", raw)
+        content: list[str] | None = self._verified("diagnosis", raw)
         return diagnosis if content is None else content
 
     def diagnosis(self) -> list[str] | None:
-        """Return the diagnosis that counts, if there is one."""
+        """Return the first diagnosis that a rank has written with `settle`, which counts; None if there is none."""
         content: list[str] | None = self._read("diagnosis")
         return content
 
     def _read(self, key: str) -> Any:
+        """Return the content of an entry; None if there is no valid entry."""
         has_key = self._request(self._store.check, [key])
-        return self._believed(key, self._request(self._store.get, key)) if has_key else None
+        return self._verified(key, self._request(self._store.get, key)) if has_key else None
 
     def _write(self, key: str, content: object) -> None:
         self._request(self._store.set, key, self._signed(key, content))
@@ -189,14 +196,18 @@ class Board:
         text = json.dumps(content)
         return text if self._key is None else f"{self._mac(key, text)} {text}"
 
-    def _believed(self, key: str, raw: bytes) -> Any:
-        """Return the content that a rank has written; None where another process has written it."""
+    def _verified(self, key: str, raw: bytes) -> Any:
+        """Return the content of an entry; None if its HMAC shows that no rank of this job has written it."""
         text = raw.decode(errors="replace")
         if self._key is not None:
             mac, _, text = text.partition(" ")
             if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
                 if not self._has_warned:
-                    logger.warning("a process that is not of this job writes to its store (%s); it is ignored", key)
+                    logger.warning(
+                        "An entry of the job's store, %s, has no valid signature, so another process has written it; "
+                        "it is ignored. Let only hosts of the job reach the store's port.",
+                        key,
+                    )
                 self._has_warned = True
                 return None
         return json.loads(text)
@@ -206,8 +217,9 @@ class Board:
         return hmac.new(self._key, f"{self._prefix}/{key}\0{text}".encode(), hashlib.sha256).hexdigest()
 
     def _request(self, ask: Callable[..., T], *args: Any) -> T:
-        if self._is_kept_by_rank_0 and self.has_lost_rank_0():
-            raise dist.DistNetworkError("rank 0, which has kept the store, is gone")
+        """Run a request to the store; record for `silent_s` when the request began."""
+        if self._is_store_in_rank_0 and self.has_lost_rank_0():
+            raise dist.DistNetworkError("rank 0, whose process had the store of the job, is gone")
         self._asked_at_s = time.monotonic()
         try:
             return ask(*args)
@@ -215,7 +227,8 @@ class Board:
             self._asked_at_s = None
 
 
-def _is_kept_by_rank_0(store: Store) -> bool:
+def _is_in_rank_0(store: Store) -> bool:
+    """Whether the store is in the process of rank 0, and not in the launcher's."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -226,172 +239,3 @@ def default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-_MAKING_GROUPS = ("_new_process_group_helper", "_store_based_barrier")
-# Of torch.distributed, by which a stack tells what a rank waits in.
-_COLLECTIVES = {
-    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("barrier", "broadcast", "gather", "scatter"),
-    *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
-}
-
-
-class Place(NamedTuple):
-    """Position of a thread in the code."""
-
-    mark: tuple[int, ...]  # equal as long as it has not moved
-    text: str  # the line of the script and the function that it is in, for people
-    waits: bool  # whether the innermost function is one that waits for other ranks
-    in_script: bool  # whether the script called that itself, past this engine
-    in_store: bool = False  # whether the innermost function makes a process group, by the store
-    # Whether it waits since something posted is not over, which it cannot be while kernels before it run.
-    may_compute: bool = False
-
-
-class Stay:
-    """Time that the main thread has been in one place, without a call that all ranks make.
-
-    Attributes:
-        place: where it was at the latest look.
-        since_s: when it was first seen there, on the monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # two threads look
-        self.place, self._num_calls, self.since_s = own_place(), own_calls.number, time.monotonic()
-
-    @property
-    def unchanged_s(self) -> float:
-        """Seconds since `since_s`."""
-        return time.monotonic() - self.since_s
-
-    def look(self) -> None:
-        """See where the main thread is now."""
-        with self._lock:
-            place = own_place()
-            if own_calls.number != self._num_calls or place.mark != self.place.mark:
-                self._num_calls, self.since_s = own_calls.number, time.monotonic()
-            elif not place.waits and is_unfinished():
-                place = _waiting_for_posted(place)
-            self.place = place
-
-
-def own_place() -> Place:
-    """Return the position of the main thread."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    if innermost is None:
-        return Place((0,), "nowhere", False, False)
-    waits = waits_for_ranks(innermost)
-    name = innermost.f_code.co_name
-    return Place(
-        mark=(id(innermost), innermost.f_lasti),
-        text=place_of(name, line_of_script(innermost)),
-        waits=waits,
-        in_script=waits and is_call_of_script(innermost),
-        in_store=name in _MAKING_GROUPS,
-    )
-
-
-def _waiting_for_posted(place: Place) -> Place:
-    """Return ``place`` if the thread has not moved while a message that it posted is under way."""
-    posted = latest_posted()
-    if posted is None:
-        return place._replace(waits=True, may_compute=True)
-    return place._replace(waits=True, text=posted.place, in_script=posted.in_script, may_compute=True)
-
-
-def own_collectives() -> tuple[Collective | None, dict[str, int]]:
-    """Return torch's collective in which the main thread waits, and how many it has begun, by process group.
-
-    The functions of torch.distributed hold their group in a local variable, and process groups count their collectives:
-    both are read where they are, and a call costs nothing. Where calls return before they are over it is the latest
-    that was posted. Numbers are those since `begin_noting`.
-    """
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    if innermost is not None and innermost.f_code.co_filename == distributed_c10d.__file__:
-        name, group = innermost.f_code.co_name, innermost.f_locals.get("group")
-        if name in _COLLECTIVES and isinstance(group, dist.ProcessGroup):
-            return Collective(name, group.group_name, dist.get_process_group_ranks(group)), num_begun()
-    posted = latest_posted()
-    return None if posted is None else posted.collective, num_begun()
-
-
-_GONE = "ZX-"
-_EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, which takes a while, and does not answer
-
-
-class Introductions(Protocol):
-    """Where ranks tell each other their processes."""
-
-    def introduce(self, rank: int, process: JsonDict) -> None:
-        """Tell the other ranks the process of this one."""
-
-    def process(self, rank: int) -> JsonDict | None:
-        """Return the process that a rank has introduced itself with; None if it has not."""
-
-
-class Processes:
-    """The processes of all ``size`` ranks; every rank waits here until all have introduced themselves."""
-
-    def __init__(self, board: Introductions, rank: int, size: int) -> None:
-        pid = os.getpid()
-        board.introduce(rank, {"host": _host(), "pid": pid, "started": _state(pid, "")[1]})
-        processes: list[JsonDict] = []
-        while len(processes) < size:
-            process = board.process(len(processes))
-            if process is None:
-                time.sleep(0.005)
-            else:
-                processes.append(process)
-        own_host = processes[rank]["host"]
-        self._here = {number: process for number, process in enumerate(processes) if process["host"] == own_host}
-
-    def dead(self) -> list[int]:
-        """Return ranks of this host whose process is gone."""
-        return self._in_state(_GONE)
-
-    def has_lost_rank_0(self) -> bool:
-        """Whether rank 0 is of this host, and its process gone."""
-        process = self._here.get(0)
-        return process is not None and _state(process["pid"], process["started"])[0] in _GONE
-
-    def stopped(self) -> list[int]:
-        """Return ranks of this host whose process is stopped by a signal."""
-        return self._in_state("T")
-
-    def _in_state(self, states: str) -> list[int]:
-        return [rank for rank, process in self._here.items() if _state(process["pid"], process["started"])[0] in states]
-
-
-def _host() -> str:
-    """Return a name of the host and container: processes with the same one can see each other's state."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"
-
-
-def _state(pid: int, started: str) -> tuple[str, str]:
-    """State letter and start time of a process; state "-" where it does not exist or is another one, "X" on its way."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "-", ""
-    state = "X" if int(fields[6]) & _EXITING else fields[0]
-    return (state, fields[19]) if started in ("", fields[19]) else ("-", "")
-
-
-_calls: list[Callable[[str], object]] = []
-
-
-def before_forced_exit(call: Callable[[str], object]) -> Callable[[], None]:
-    """Call ``call`` with the reason, in the watch's thread, before a vain wait is ended; return what undoes this."""
-    _calls.append(call)
-    return lambda: _calls.remove(call) if call in _calls else None
-
-
-def run_before_forced_exit(reason: str) -> None:
-    """Call what was given to `before_forced_exit`."""
-    for call in _calls:
-        call(reason)

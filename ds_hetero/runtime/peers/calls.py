@@ -1,8 +1,8 @@
-"""The calls that all ranks make together, in the order in which this rank made them.
+"""Record the calls that all ranks have to make together, in the order in which this rank makes them.
 
-A step is a contract: every rank takes the batch, runs its forward and backward, and steps. A rank that leaves one of
-them out keeps the others waiting for ever. So each rank records its calls. The loader's exchange carries how many have
-followed the last one, and ranks that wait elsewhere compare their records (`diagnosis`).
+In every step each rank takes the batch, runs its forward and backward, and steps. If a rank leaves one of these calls
+out, the other ranks wait for ever. So each rank records its calls. At every fetch of a batch ranks exchange how many
+calls they have made since the fetch before; ranks that wait elsewhere compare their records (`diagnosis`).
 """
 
 from __future__ import annotations
@@ -28,64 +28,70 @@ REMEDY = (
 )
 GATHERS_DIFFER = (
     "ZeRO-3 gathers parameters where a module is called, so all ranks have to call the same modules in the same order. "
-    "Let what these calls lie in be gathered at once: deepspeed.utils.set_z3_leaf_modules(model, [Block]) before "
-    'deepspeed.initialize, with the class that every rank calls and that chooses among them{known}. Or set "stage": 2 '
-    'in "zero_optimization".'
+    "Let the parameters of the block around these calls be gathered at once: "
+    "deepspeed.utils.set_z3_leaf_modules(model, [Block]) before deepspeed.initialize, with the class that every rank "
+    'calls and that chooses among them{known}. Or set "stage": 2 in "zero_optimization".'
 )
 
-_KEPT = 64  # the latest calls; ranks that differ are never more than a fetch apart
+_NUM_RECORDED_CALLS = 64  # of one rank; chosen: ranks that differ are never more than a fetch apart
 
 T = TypeVar("T")
 
 
 class Counts(NamedTuple):
-    """Calls of this rank since its last fetch."""
+    """Numbers of calls of this rank since its last fetch of a batch, at the begin of the next fetch."""
 
-    forwards: int  # on shards and with gradients, where ranks wait for one another
+    forwards: int  # of sharded batches and with gradients: ranks wait for one another in them
     backwards: int
     steps: int
     number: int  # of the fetch that begins, in its epoch
 
     def __str__(self) -> str:
-        passes = (
-            f"{_times(self.forwards, 'forward')}, {_times(self.backwards, 'backward')}, {_times(self.steps, 'step')}"
-        )
-        return f"ran {passes} since its last batch and waits for batch {self.number} of its epoch"
+        forwards, backwards = _count_text(self.forwards, "forward"), _count_text(self.backwards, "backward")
+        calls = f"{forwards}, {backwards}, {_count_text(self.steps, 'step')}"
+        return f"ran {calls} since its last batch and waits for batch {self.number} of its epoch"
 
 
-_UNKNOWN_COUNTS = Counts(-1, -1, -1, -1)
+_UNKNOWN_COUNTS = Counts(-1, -1, -1, -1)  # see `Calls.begin_fetch`
 
 
 class History(NamedTuple):
     """The latest calls of one rank."""
 
-    calls: Sequence[str]  # what it called, oldest first
-    num_before: int  # calls before these
-    has_left: bool  # whether it has left a loop over its batches, before the loop's end, since its last fetch
+    calls: Sequence[str]  # oldest first
+    num_before: int  # number of earlier calls, which are forgotten
+    has_left: bool  # since its last fetch, the rank has left a loop over its batches before the loop's end
 
     def at(self, index: int) -> str | None:
-        """Return the call of that number since the start; None where it is not known, or not made yet."""
-        place = index - self.num_before
-        return self.calls[place] if 0 <= place < len(self.calls) else None
+        """Return the call with this index since the start; None if the call is forgotten, or not made yet."""
+        local_index = index - self.num_before
+        return self.calls[local_index] if 0 <= local_index < len(self.calls) else None
 
     @property
     def end(self) -> int:
-        """Calls made so far."""
+        """Number of calls made so far."""
         return self.num_before + len(self.calls)
 
 
 class Calls:
-    """The calls of this process; `own_calls` is the one instance."""
+    """A record of calls of this process, such as `own_calls`.
 
-    def __init__(self, kept: int = _KEPT) -> None:
-        self._latest: deque[str] = deque(maxlen=kept)
+    Args:
+        num_recorded: how many calls to remember.
+
+    Attributes:
+        number: how many calls this process has recorded since its start.
+    """
+
+    def __init__(self, num_recorded: int = _NUM_RECORDED_CALLS) -> None:
+        self._latest: deque[str] = deque(maxlen=num_recorded)
         self.number = 0
         self._since_fetch = dict.fromkeys((FORWARD, BACKWARD, STEP), 0)
         self._training_thread: int | None = None
         self._has_left = False
 
     def record(self, call: str) -> None:
-        """Add a call that all ranks make."""
+        """Record a call that all ranks have to make, such as `FORWARD`."""
         self._latest.append(call)
         self.number += 1
         if call in self._since_fetch:
@@ -93,14 +99,14 @@ class Calls:
             self._training_thread = threading.get_ident()
 
     def fail(self, error: BaseException) -> None:
-        """Note that ``error`` ended the latest call on this rank."""
+        """Record that ``error`` ended the latest call on this rank."""
         if self._latest:
             self._latest[-1] += f"{INTERRUPTED}{type(error).__name__}: {error}"
 
     def begin_fetch(self, number: int) -> Counts:
-        """Record a fetch; return what was called since the last one.
+        """Record that the fetch of batch ``number`` begins; return the counts of calls since the fetch before.
 
-        A loader that is read by a thread of its own, ahead of the training, says nothing about steps.
+        The counts are `_UNKNOWN_COUNTS` if a thread other than the training thread reads the loader in advance.
         """
         forwards, backwards, steps = (self._since_fetch[call] for call in (FORWARD, BACKWARD, STEP))
         counts = Counts(forwards, backwards, steps, number)
@@ -111,8 +117,8 @@ class Calls:
         self.record(FETCH)
         return counts
 
-    def giving(self, batch: T) -> Iterator[T]:
-        """Yield one batch; note if the loop over the batches is left there, before its end."""
+    def yield_batch(self, batch: T) -> Iterator[T]:
+        """Yield one batch; record if the user's loop over the batches ends at this batch, for example by ``break``."""
         try:
             yield batch
         except GeneratorExit:
@@ -120,7 +126,7 @@ class Calls:
             raise
 
     def leave_loop(self) -> None:
-        """Note that this rank has left a loop over its batches before the loop's end."""
+        """Record that this rank has left a loop over its batches before the loop's end."""
         self._has_left = True
 
     def history(self) -> History:
@@ -130,14 +136,18 @@ class Calls:
 
 
 own_calls = Calls()
-"""What this process has called."""
+"""The calls of this process that all ranks have to make together."""
 
-own_gathers = Calls(kept=1024)
-"""The modules for which this process has gathered parameters on ZeRO-3; a rank is at most one forward ahead."""
+own_gathers = Calls(num_recorded=1024)
+"""The modules for which this process has gathered parameters on ZeRO-3. Ranks are at most one forward apart."""
 
 
 def first_difference(histories: Mapping[int, History]) -> Mapping[int, str] | None:
-    """Return the first calls of the same number that differ, by rank; None where all ranks agree."""
+    """Return the calls of all ranks at the first index at which they differ, by rank; None if there is none.
+
+    Compares indices that every rank has made and remembers. Example: rank 0 called a b c and rank 1 called a c, so the
+    result is {0: "b", 1: "c"}.
+    """
     first = max((history.num_before for history in histories.values()), default=0)
     for index in range(first, min((history.end for history in histories.values()), default=0)):
         calls = {rank: str(history.at(index)) for rank, history in histories.items()}
@@ -147,14 +157,22 @@ def first_difference(histories: Mapping[int, History]) -> Mapping[int, str] | No
 
 
 def expect_same_counts(counts: Sequence[Counts]) -> None:
-    """Refuse ranks, by their counts, that did unlike things since a fetch. Raises `StepError` on every rank."""
+    """Raise an error if ranks made different calls since the last fetch.
+
+    Args:
+        counts: of every rank, in rank order; the same on all ranks.
+
+    Raises:
+        StepError: the counts differ; the same error on every rank.
+    """
     if len(set(counts)) == 1 or _UNKNOWN_COUNTS in counts:
         return
-    groups = ranks_by_value(enumerate(counts))
-    usual = max(groups, key=lambda did: (len(groups[did]), did))
-    unusual = "; ".join(f"{ranks_text(ranks)} {did}" for did, ranks in groups.items() if did != usual)
-    raise StepError(f"the ranks went different ways: {unusual}; the other ranks {usual}. {REMEDY}")
+    ranks_by_counts = ranks_by_value(enumerate(counts))
+    most_common = max(ranks_by_counts, key=lambda counts: (len(ranks_by_counts[counts]), counts))
+    texts = [f"{ranks_text(ranks)} {counts}" for counts, ranks in ranks_by_counts.items() if counts != most_common]
+    raise StepError(f"the ranks went different ways: {'; '.join(texts)}; the other ranks {most_common}. {REMEDY}")
 
 
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _count_text(count: int, noun: str) -> str:
+    """Return a count for people, such as "2 forwards"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

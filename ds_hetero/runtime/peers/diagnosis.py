@@ -1,4 +1,4 @@
-"""Diagnosis of a job that cannot go on, from what its ranks wrote: pure functions, the same answer on every rank."""
+"""Conclude from the statuses of the ranks why a job cannot go on: pure functions, with one result on all ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import NamedTuple
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.board import ENDED, FAILED, End, Status
 from ds_hetero.runtime.peers.calls import FETCH, GATHERS_DIFFER, INTERRUPTED, REMEDY, History, first_difference
-from ds_hetero.runtime.peers.posted import Numbered
+from ds_hetero.runtime.peers.posted_calls import PostedCollective
 
-GONE, STEP = "PeerError", "StepError"
-_IN_COLLECTIVE_S = 5.0  # a rank this long in a collective that the others have passed by waits in vain
-_LEFT_S = 1.0  # the same where it has left the loop over its batches
+GONE, STEP = "PeerError", "StepError"  # values of `Diagnosis.error`
+# Both chosen, never measured: longer than ranks that make the same calls are apart, shorter than a user waits.
+_IN_COLLECTIVE_S = 5.0  # a rank that is this long in a collective which the others have not called waits in vain
+_LEFT_S = 1.0  # the same for a rank that has left the loop over its batches
 
 
 class Diagnosis(NamedTuple):
     """The reason why the job cannot go on."""
 
-    error: str  # the class of the error that all other ranks raise, `GONE` or `STEP`
-    text: str  # names the ranks that caused it and what to do
+    error: str  # class of the error that all other ranks raise, `GONE` or `STEP`
+    text: str  # names the ranks that caused it, and says what to do
 
 
 STORE_GONE = Diagnosis(
@@ -30,10 +31,10 @@ STORE_GONE = Diagnosis(
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of a rank on the others."""
+    """What a rank knows of the other ranks when it looks for a diagnosis."""
 
-    statuses: Mapping[int, Status]  # answers to its question, by rank
-    ends: Sequence[End] = ()  # last words of ranks
+    statuses: Mapping[int, Status]  # answers to this rank's question, by rank
+    ends: Sequence[End] = ()  # last words of ranks that have ended
     dead: Sequence[int] = ()  # ranks of this host whose process does not exist any more
     stopped: Sequence[int] = ()  # ranks of this host whose process is stopped by a signal
     silent: Sequence[int] = ()  # ranks that have not answered in time
@@ -41,11 +42,15 @@ class Evidence:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis | None:
-    """Return what keeps the job from going on; None where the ranks may just be slow."""
-    if failed := [end for end in evidence.ends if end.how == FAILED]:
+    """Return why the job cannot go on; None if the ranks may just be slow.
+
+    Certain causes come first: a rank that raised an error, and a process that does not exist any more. The rules behind
+    them compare what ranks have called; a lost connection alone (the last rule) explains the least.
+    """
+    if failed := [end for end in evidence.ends if end.outcome == FAILED]:
         return Diagnosis(GONE, "; ".join(f"rank {end.rank} has ended with {end.text}" for end in failed))
-    known = {end.rank for end in evidence.ends}
-    if dead := [rank for rank in evidence.dead if rank not in known]:
+    ranks_with_end = {end.rank for end in evidence.ends}
+    if dead := [rank for rank in evidence.dead if rank not in ranks_with_end]:
         return Diagnosis(
             GONE,
             f"{ranks_text(dead)} gone: killed, or crashed without a last word. The output of the launcher, or of the "
@@ -54,16 +59,17 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
     return (
         _different_calls(evidence)
         or _different_gathers(evidence.statuses)
-        or _unlike_posted(evidence.statuses)
-        or _passed_by(evidence)
+        or _ended_early(evidence)
+        or _different_posted_collectives(evidence.statuses)
+        or _left_behind(evidence.statuses)
         or _alone_in_model(evidence.statuses)
-        or _unlike_collectives(evidence.statuses)
-        or _without_an_answer(evidence, known)
+        or _deadlocked_collectives(evidence.statuses)
+        or _without_an_answer(evidence, ranks_with_end)
     )
 
 
 def diagnose_alone(ends: Sequence[End], dead: Sequence[int], stopped: Sequence[int]) -> Diagnosis | None:
-    """Return what keeps the job from going on where the store cannot say; None where nothing is seen here.
+    """Return why the job cannot go on, without the store; None if this host shows no reason.
 
     Args:
         ends: last words of ranks, as far as they were read.
@@ -71,77 +77,111 @@ def diagnose_alone(ends: Sequence[End], dead: Sequence[int], stopped: Sequence[i
         stopped: ranks of this host whose process is stopped by a signal.
     """
     if stopped:
-        dead = ()  # they have ended because of these
+        dead = ()  # the dead have ended because of the stopped ones
     elif 0 in dead and all(end.rank != 0 for end in ends):
-        dead = (0,)  # it would have kept the store until the others end, had it not been killed
+        dead = (0,)  # rank 0 keeps the store until the others have ended, unless it was killed
     if not dead and not stopped:
         return None
     return diagnose(Evidence({}, ends, dead, stopped, has_lost_peer=True))
 
 
 def _different_calls(evidence: Evidence) -> Diagnosis | None:
-    """Whose calls are not those of the others."""
+    """Find ranks whose calls differ from the calls of most ranks, at the first index with a difference."""
     histories = {rank: status.history for rank, status in evidence.statuses.items()}
     first = max((history.num_before for history in histories.values()), default=0)
     for index in range(first, max((history.end for history in histories.values()), default=0)):
-        calls = {rank: call for rank, history in histories.items() if (call := history.at(index)) is not None}
+        calls_or_none = {rank: history.at(index) for rank, history in histories.items()}
+        calls = {rank: call for rank, call in calls_or_none.items() if call is not None}
         if len(set(calls.values())) > 1:
             return Diagnosis(STEP, f"{_blame(calls, histories)} {REMEDY}")
     return None
 
 
 def _different_gathers(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Find ranks that call other modules than the others, on ZeRO-3."""
+    """Find ranks that called other modules than most ranks, on ZeRO-3."""
     calls = first_difference({rank: status.gathers for rank, status in statuses.items()})
     if calls is None:
         return None
-    said = ", ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in ranks_by_value(calls.items()).items())
-    return Diagnosis(STEP, f"{said}. {GATHERS_DIFFER.format(known='')}")
+    texts = [f"{ranks_text(ranks)} called {call}" for call, ranks in ranks_by_value(calls.items()).items()]
+    return Diagnosis(STEP, f"{', '.join(texts)}. {GATHERS_DIFFER.format(known='')}")
 
 
 def _blame(calls: Mapping[int, str], histories: Mapping[int, History]) -> str:
-    """Return one sentence on calls that differ: which ranks did something else than the others."""
-    groups = ranks_by_value(calls.items())
-    interrupted = {rank: call for rank in calls for call in histories[rank].calls if INTERRUPTED in call}
+    """Return a sentence that names the ranks whose call differs from the call of the other ranks.
+
+    Args:
+        calls: for each rank, its call at the first index at which the ranks' calls differ.
+        histories: all remembered calls, by rank.
+    """
+    ranks_by_call = ranks_by_value(calls.items())
+    interrupted: dict[int, str] = {}
+    for rank in calls:
+        for call in histories[rank].calls:
+            if INTERRUPTED in call:
+                interrupted[rank] = call
     if interrupted and len(interrupted) < len(calls):
         return " ".join(f"rank {rank} went on after {call}; the others wait." for rank, call in interrupted.items())
-    if FETCH in groups and len(groups) == 2:
-        other = next(call for call in groups if call != FETCH)
-        surplus = len(groups[FETCH]) - len(groups[other])
-        if surplus > 0:
-            return f"{ranks_text(groups[other])} called {other} once more, while the others wait for {FETCH}."
-        tied = f" Or {ranks_text(groups[other])} called it once more." if surplus == 0 else ""
-        return f"{ranks_text(groups[FETCH])} left out {other}, in which the others wait.{tied}"
-    fewest_first = sorted(groups.items(), key=lambda group: len(group[1]))
+    if FETCH in ranks_by_call and len(ranks_by_call) == 2:
+        # Some ranks are a call ahead or behind. The larger number of ranks is believed to be right.
+        other_call = next(call for call in ranks_by_call if call != FETCH)
+        fetching, calling = ranks_by_call[FETCH], ranks_by_call[other_call]
+        if len(fetching) > len(calling):
+            return f"{ranks_text(calling)} called {other_call} once more, while the others wait for {FETCH}."
+        text = f"{ranks_text(fetching)} left out {other_call}, in which the others wait."
+        if len(fetching) < len(calling):
+            return text
+        return f"{text} Or {ranks_text(calling)} called it once more."
+    fewest_first = sorted(ranks_by_call.items(), key=lambda entry: len(entry[1]))
     return ", ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in fewest_first) + "."
 
 
-def _passed_by(evidence: Evidence) -> Diagnosis | None:
-    """Find ranks that wait in the script's collective, or ended, while the others went on to their next call."""
-    statuses = evidence.statuses
+def _ended_early(evidence: Evidence) -> Diagnosis | None:
+    """Find ranks that have ended with their script while another waits for a collective that they will not call.
+
+    NCCL closes no connection that a waiting rank would notice, so the numbers of collectives show it: an ended rank
+    that has begun fewer collectives of a process group than the waiting one is missing there. Example: rank 0 waits in
+    its 7th collective of the group of all ranks, and rank 1 has ended after 6.
+    """
+    ends = {end.rank: end for end in evidence.ends if end.outcome == ENDED}
+    for status in evidence.statuses.values():
+        if not status.waits or status.unchanged_s < _LEFT_S:
+            continue
+        missing = [rank for rank, end in ends.items() if _is_behind(status, end.counts or {})]
+        if missing:
+            return Diagnosis(STEP, f"{ranks_text(missing)} ended, while the others wait in {status.place}. {REMEDY}")
+        if ends and list(status.history.calls[-1:]) == [FETCH]:
+            return Diagnosis(STEP, f"{ranks_text([*ends])} ended, while the others wait for the next batch. {REMEDY}")
+    return None
+
+
+def _left_behind(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Find a rank that waits in the script's collective while the others went on to their next call."""
     farthest = max((status.history.end for status in statuses.values()), default=0)
     for rank, status in statuses.items():
-        if status.may_compute and not any(_is_behind(status, other) for other in statuses.values()):
-            continue  # others may have posted all that it has, and have gone on while its device computes
+        if status.may_compute and not any(_is_behind(status, other.counts) for other in statuses.values()):
+            continue  # its device may still compute, while the others have posted the same and gone on
         end, has_left = status.history.end, status.history.has_left
         patience_s = _LEFT_S if has_left else _IN_COLLECTIVE_S
         if end < farthest and status.in_script and status.unchanged_s >= patience_s:
             call = next(other.history.at(end) for other in statuses.values() if other.history.end == farthest)
-            left = " has left the loop over its batches and" if has_left else ""
-            return Diagnosis(
-                STEP, f"rank {rank}{left} waits in {status.place}, while the others wait in {call}. {REMEDY}"
-            )
-    ended = [end.rank for end in evidence.ends if end.how == ENDED]
-    in_vain = [status for status in statuses.values() if status.waits and status.unchanged_s >= _LEFT_S]
-    if ended and any(list(status.history.calls[-1:]) == [FETCH] for status in in_vain):
-        return Diagnosis(STEP, f"{ranks_text(ended)} ended, while the others wait for the next batch. {REMEDY}")
+            return _waits_apart(rank, status.place, str(call), has_left=has_left)
     return None
 
 
-def _alone_in_model(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Find ranks that run the model on ZeRO-3 while another waits for them in a collective of the script.
+def _waits_apart(rank: int, place: str, call: str, *, has_left: bool) -> Diagnosis:
+    """Return the diagnosis for a rank that waits in ``place`` while the others wait in ``call``.
 
-    Numbers of collectives need not show it: gloo's include messages from rank to rank, of which a ring has many.
+    Args:
+        has_left: the rank has left the loop over its batches.
+    """
+    left = " has left the loop over its batches and" if has_left else ""
+    return Diagnosis(STEP, f"rank {rank}{left} waits in {place}, while the others wait in {call}. {REMEDY}")
+
+
+def _alone_in_model(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Find ranks that run the model on ZeRO-3 while another rank waits for them in a collective of the script.
+
+    The numbers of collectives need not show it: with gloo they include point-to-point messages, and a ring posts many.
     """
     waiting = {rank: s for rank, s in statuses.items() if s.waits and s.unchanged_s >= _IN_COLLECTIVE_S}
     farthest = max((status.gathers.end for status in statuses.values()), default=0)
@@ -154,7 +194,11 @@ def _alone_in_model(statuses: Mapping[int, Status]) -> Diagnosis | None:
 
 
 def _run_alone(ahead: Sequence[int], behind: Sequence[int], statuses: Mapping[int, Status], place: str) -> Diagnosis:
-    """Say which module the ranks ``ahead`` have called and those ``behind``, who wait in ``place``, have not."""
+    """Return the diagnosis for a module that ranks ``ahead`` have called, and ranks ``behind`` have not.
+
+    Args:
+        place: the call in which the ranks ``behind`` wait.
+    """
     gathers, num_of_both = statuses[ahead[0]].gathers, statuses[behind[0]].gathers.end
     module = gathers.at(num_of_both) or gathers.calls[-1]
     return Diagnosis(
@@ -165,30 +209,33 @@ def _run_alone(ahead: Sequence[int], behind: Sequence[int], statuses: Mapping[in
     )
 
 
-def _unlike_posted(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Find ranks that posted unlike collectives in one place of a process group's order, as NCCL allows.
+def _different_posted_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Find ranks whose collectives with the same number in a process group differ, on NCCL.
 
-    Calls return there: who made them may stand elsewhere by now.
+    Calls return at once on NCCL, so the ranks may be at other points of their scripts by now.
     """
     if not any(status.waits and status.unchanged_s >= _LEFT_S for status in statuses.values()):
         return None
-    by_call: dict[tuple[str, int], dict[int, Numbered]] = {}
+    by_call: dict[tuple[str, int], dict[int, PostedCollective]] = {}
     for rank, status in statuses.items():
         for group, calls in status.posted.items():
             for call in calls:
                 by_call.setdefault((group, call.number), {})[rank] = call
     for calls_of_ranks in by_call.values():
         if len({_kind(call.name) for call in calls_of_ranks.values()}) > 1:
-            alone = _posted_alone_in_model(statuses, calls_of_ranks)
-            return alone or _apart({rank: call.place for rank, call in calls_of_ranks.items()})
+            return (
+                _posted_alone_in_model(statuses, calls_of_ranks)
+                or _posted_after_the_loop(statuses, calls_of_ranks)
+                or _never_meet({rank: call.place for rank, call in calls_of_ranks.items()})
+            )
     return None
 
 
-def _posted_alone_in_model(statuses: Mapping[int, Status], posted: Mapping[int, Numbered]) -> Diagnosis | None:
-    """Which ranks have posted a gather of ZeRO-3 where others have posted a collective of the script.
+def _posted_alone_in_model(statuses: Mapping[int, Status], posted: Mapping[int, PostedCollective]) -> Diagnosis | None:
+    """Find ranks that have posted a gather of ZeRO-3, while others have posted a collective of the script.
 
     Args:
-        posted: by rank, the unlike collectives of one place in a process group's order.
+        posted: for each rank, its collective with the same number in one process group; these collectives differ.
     """
     num_gathers = {rank: statuses[rank].gathers.end for rank in posted}
     farthest = max(num_gathers.values())
@@ -199,71 +246,104 @@ def _posted_alone_in_model(statuses: Mapping[int, Status], posted: Mapping[int, 
     return _run_alone(ahead, behind, statuses, posted[behind[0]].place)
 
 
+def _posted_after_the_loop(statuses: Mapping[int, Status], posted: Mapping[int, PostedCollective]) -> Diagnosis | None:
+    """Find a rank that has left the loop over its batches before the others, and posted a collective of the script.
+
+    Args:
+        posted: for each rank, its collective with the same number in one process group; these collectives differ.
+    """
+    left = [rank for rank, call in posted.items() if call.in_script and statuses[rank].history.has_left]
+    others = [rank for rank in posted if rank not in left]
+    if not left or not others:
+        return None
+    return _waits_apart(left[0], posted[left[0]].place, statuses[others[0]].place, has_left=True)
+
+
 def _kind(name: str) -> str:
-    """Return a collective's kind for the backend: some functions take a list where others take a tensor."""
+    """Return the kind of a collective; variants with a list and with a tensor are the same kind for the backend."""
     return name.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
 
 
-def _unlike_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Find ranks that wait in torch's collectives that can never meet, in the script or elsewhere.
+def _deadlocked_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Find ranks that wait in collectives of torch that can never complete.
 
-    Collectives of one process group meet in their order. So the ranks of a group that are in the collective of the same
-    number have to be in the same one; and where a rank waits for another that has not begun that collective, and that
-    one waits for a third or for the first likewise, all of them wait for ever. Which collective a rank waits for by a
-    handle is not known: it may be one of any group. Ranks that begin all collectives in one order never form a circle.
+    Case 1: ranks are in collective number n of the same process group, but not in the same collective. The backend
+    matches the collectives of a group in their order.
+
+    Case 2: a circle. Rank a is in a collective that rank b has not begun, b waits likewise for c, and so on back to a.
+    Ranks that begin all collectives in the same order cannot form one.
+
+    If a rank waits for a handle, its collective is not known; it may be one of any group.
     """
     waiting = {rank: s for rank, s in statuses.items() if s.waits and s.unchanged_s >= _IN_COLLECTIVE_S}
     inside = {rank: s.collective for rank, s in waiting.items() if s.collective is not None}
-    for rank, own in inside.items():
-        number = statuses[rank].counts.get(own.group)
-        alike = [r for r in own.ranks if r in inside and inside[r].group == own.group and not statuses[r].may_compute]
-        alike = [r for r in alike if statuses[r].counts.get(own.group) == number]
-        if len({inside[r].name for r in alike}) > 1:
-            return _apart({r: statuses[r].place for r in alike})
-    ahead = {
-        rank: [other for other in waiting if _is_behind(status, waiting[other])] for rank, status in waiting.items()
-    }
-    circle = _circle(ahead)
-    return _apart({r: statuses[r].place for r in circle}) if inside.keys() & circle else None
+    for rank, collective in inside.items():
+        number = statuses[rank].counts.get(collective.group)
+        with_same_number = []
+        for other in collective.ranks:
+            is_in_group = other in inside and inside[other].group == collective.group
+            if not is_in_group or statuses[other].may_compute:
+                continue
+            if statuses[other].counts.get(collective.group) == number:
+                with_same_number.append(other)
+        if len({inside[other].name for other in with_same_number}) > 1:
+            return _never_meet({other: statuses[other].place for other in with_same_number})
+    waits_for = {}
+    for rank, status in waiting.items():
+        waits_for[rank] = [other for other in waiting if _is_behind(status, waiting[other].counts)]
+    circle = _circle(waits_for)
+    return _never_meet({rank: statuses[rank].place for rank in circle}) if inside.keys() & circle else None
 
 
-def _is_behind(status: Status, other: Status) -> bool:
-    """Whether ``other`` has not begun the collective in which ``status`` waits, as far as that one is known."""
-    groups = status.counts.keys() & other.counts.keys()
+def _is_behind(status: Status, counts: Mapping[str, int]) -> bool:
+    """Whether a rank has not begun the collective in which another rank, the waiting one, waits.
+
+    If that collective is not known, compares all process groups that both ranks have.
+
+    Args:
+        status: of the waiting rank.
+        counts: how many collectives the first rank has begun, by process group.
+    """
+    groups = status.counts.keys() & counts.keys()
     if status.collective is not None:
         groups &= {status.collective.group}
-    return any(other.counts[group] < status.counts[group] for group in groups)
+    return any(counts[group] < status.counts[group] for group in groups)
 
 
-def _circle(ahead: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return ranks that wait for each other in a circle; none where there is no circle."""
-    left = {rank: set(others) for rank, others in ahead.items()}
-    while free := [rank for rank, others in left.items() if not others & left.keys()]:
+def _circle(waits_for: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the ranks that wait in a circle, and all ranks that wait for those; [] if there is no circle.
+
+    Method: remove ranks that wait for no remaining rank, until there are none. Example: 0 waits for 1, 1 for 2 and 2
+    for 1, so that all three remain.
+    """
+    remaining = {rank: set(others) for rank, others in waits_for.items()}
+    while True:
+        free = [rank for rank, others in remaining.items() if not others & remaining.keys()]
+        if not free:
+            return sorted(remaining)
         for rank in free:
-            del left[rank]
-    return sorted(left)
+            del remaining[rank]
 
 
-def _apart(place_of_rank: Mapping[int, str]) -> Diagnosis:
-    """Say which ranks are where, the fewest first."""
-    places = ranks_by_value(sorted(place_of_rank.items()))
-    fewest_first = sorted(places.items(), key=lambda entry: len(entry[1]))
-    said = ", ".join(
-        f"{ranks_text(of_place)} wait{'s' if len(of_place) == 1 else ''} in {place}" for place, of_place in fewest_first
-    )
-    return Diagnosis(STEP, f"{said}: these collectives can never meet. {REMEDY}")
+def _never_meet(place_of_rank: Mapping[int, str]) -> Diagnosis:
+    """Return the diagnosis for ranks that wait in different places; it names the place with the fewest ranks first."""
+    ranks_by_place = ranks_by_value(sorted(place_of_rank.items()))
+    texts = []
+    for place, ranks in sorted(ranks_by_place.items(), key=lambda entry: len(entry[1])):
+        texts.append(f"{ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''} in {place}")
+    return Diagnosis(STEP, f"{', '.join(texts)}: these collectives can never meet. {REMEDY}")
 
 
-def _without_an_answer(evidence: Evidence, known: set[int]) -> Diagnosis | None:
-    """Find ranks that do not answer although a backend has waited long enough."""
+def _without_an_answer(evidence: Evidence, ranks_with_end: set[int]) -> Diagnosis | None:
+    """Find ranks that have ended, are stopped or do not answer, after the backend has reported a lost rank."""
     if not evidence.has_lost_peer:
         return None
-    if ended := [end.rank for end in evidence.ends if end.how == ENDED]:
+    if ended := [end.rank for end in evidence.ends if end.outcome == ENDED]:
         return Diagnosis(STEP, f"{ranks_text(ended)} ended, while the others go on. {REMEDY}")
     if evidence.stopped:
         return Diagnosis(
             GONE, f"{ranks_text(evidence.stopped)} stopped by a signal (SIGSTOP), and did not go on in time."
         )
-    if silent := [rank for rank in evidence.silent if rank not in known]:
+    if silent := [rank for rank in evidence.silent if rank not in ranks_with_end]:
         return Diagnosis(GONE, f"{ranks_text(silent)} gone or unreachable: no answer to the other ranks.")
     return None

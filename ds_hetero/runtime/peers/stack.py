@@ -1,4 +1,4 @@
-"""Reads a stack of Python frames: the line of the script, the caller, whether a thread waits for ranks."""
+"""Read a stack of Python frames: the line of the script, the caller of a collective, whether a thread waits."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import NamedTuple
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _STDLIB = sysconfig.get_path("stdlib")
 _SITE_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-# Below the standard library, too, and not this interpreter's: a venv may see those of the Python that it was made with.
+# Folders of installed packages, which may lie below the standard library. A venv may also use those of the Python that
+# it was made with, which sysconfig does not name.
 _FOLDERS_OF_PACKAGES = ("/site-packages/", "/dist-packages/")
 _LIBRARIES = (_STDLIB, *_SITE_PACKAGES, _PACKAGE)
-_ENGINES = ("/deepspeed/", _PACKAGE)
-# Files through which a collective is called, by a script as well as by an engine.
+_ENGINES = ("/deepspeed/", _PACKAGE)  # files that call collectives for the script
+_RECORDER = f"{_PACKAGE}runtime/peers/posted_calls.py"  # wraps the methods of torch's process groups
+# Files with functions between a collective and its caller, which may be a script or an engine.
 _WRAPPERS = (
     "/torch/",
     "/typing_extensions.py",  # torch 2.13 calls all_gather_into_tensor and others deprecated, by a decorator from there
     "/deepspeed/comm/",
     "/deepspeed/utils/",
     f"{_PACKAGE}frameworks/deepspeed/engine.py",
+    _RECORDER,
 )
-# Files in whose functions a thread waits for other ranks.
+# A thread whose innermost function is in one of these files waits for other ranks.
 _WAITING = (
     "/torch/distributed/",
     "/deepspeed/comm/",
@@ -36,18 +39,28 @@ _WAITING = (
 
 
 def waits_for_ranks(frame: FrameType) -> bool:
-    """Whether a thread whose innermost frame this is waits for other ranks."""
+    """Whether a thread with this innermost frame waits for other ranks."""
     return _is_waiting(frame.f_code.co_filename)
 
 
+def outside_of_recorder(frame: FrameType) -> FrameType:
+    """Return the frame that called the recorder of `posted_calls` if ``frame`` is the recorder's; else ``frame``.
+
+    A collective that blocks in the backend has no Python frame of its own: the innermost frame is the wrapper's.
+    """
+    while frame.f_code.co_filename == _RECORDER and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def is_call_of_script(frame: FrameType) -> bool:
-    """Whether the script made the call that ``frame`` is in, and not an engine for it."""
+    """Whether the script itself, and not an engine, has called the collective that ``frame`` is in."""
     caller = _first(frame, _is_no_wrapper)
     return caller is None or not _is_engine(caller.f_code.co_filename)
 
 
 class ScriptLine(NamedTuple):
-    """A line of a file; its text is made when it is asked for."""
+    """A line of a file."""
 
     file: str
     number: int
@@ -58,24 +71,24 @@ class ScriptLine(NamedTuple):
 
 
 def line_of_script(frame: FrameType) -> ScriptLine | None:
-    """Return the innermost line of the script; None where there is none."""
-    found = _first(frame, _is_of_script)
-    return None if found is None else ScriptLine(found.f_code.co_filename, found.f_lineno)
+    """Return the innermost line of the script in the stack of ``frame``; None if there is none."""
+    in_script = _first(frame, _is_of_script)
+    return None if in_script is None else ScriptLine(in_script.f_code.co_filename, in_script.f_lineno)
 
 
 def place_of(function: str, line: ScriptLine | None) -> str:
-    """Return a call for people, as "all_reduce at train.py:41"."""
+    """Return a text for a call, such as "all_reduce at train.py:41"."""
     return function if line is None else f"{function} at {line}"
 
 
 def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:
-    """Return the innermost frame whose file matches, from ``frame`` outwards."""
+    """Return the first frame, from ``frame`` outwards, whose file name ``matches``; None if there is none."""
     while frame is not None and not matches(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
-# A rank notes the place of every call on NCCL: what is said of a file is found once.
+# Cached, since on NCCL a rank records the place of every call.
 @functools.cache
 def _is_waiting(file: str) -> bool:
     return any(part in file for part in _WAITING)

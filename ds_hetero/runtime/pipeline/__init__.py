@@ -1,1 +1,1 @@
-"""Pipelines of unequal stages: activations between stages that cut them differently, and the order of the passes."""
+"""Pipelines of unequal stages: sends between stages that shard activations differently, and the order of the passes."""

@@ -1,8 +1,9 @@
-"""A short causal convolution along the sequence: the few tokens before each piece of a shard come from their holders.
+"""Run a short causal convolution along the sequence on uneven shards.
 
-A piece is the part of one interval of this rank's that lies in one document. Each is put behind its predecessors, zeros
-before the document's start; all pieces go through one call of the model's convolution, and the outputs at predecessors
-are dropped. So any kernel serves, and none needs to know of documents.
+A piece is the part of one of this rank's intervals that lies in one document. The k - 1 tokens before a piece are
+fetched from the ranks that have them, or are zeros before the document's start. They are put before the piece, all
+pieces go through one call of the model's convolution, and the outputs for the fetched tokens are dropped. So any kernel
+can be used, and it need not know of documents.
 
 Dimension key: B batch, C channels, s this rank's tokens, k size of the convolution.
 """
@@ -21,13 +22,13 @@ from torch import Tensor, nn
 
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.devices import copied_to
-from ds_hetero.runtime.recurrent.head_trade import HeadTrade, head_trade
+from ds_hetero.runtime.recurrent.replica_all_to_all import ReplicaAllToAll, all_to_all_of
 from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 from ds_hetero.values.placement import Placement, Range, Rows
 
-_FEW_RUNS = 16  # above so many runs tokens are picked one by one; chosen, never measured
+_MAX_COPIED_RUNS = 16  # with more runs, tokens are copied by their indices; chosen, never measured
 
 
 def convolution(
@@ -43,71 +44,88 @@ def convolution(
     Args:
         x: this rank's tokens, [B, C, s].
         size: k, of the convolution.
-        compute: the convolution of sequences [B, C, n], each token with the k - 1 before it: [B, C, n].
+        compute: the convolution of sequences, [B, C, n] -> [B, C, n], each token with the k - 1 before it.
 
     Caller: every rank of the replica, once per layer.
-    Collectives: one all_to_all_single forward, one backward; none where no rank needs a token of another.
+    Collectives: one all_to_all_single forward, one backward; none if no rank needs a token of another.
     """
-    halo, trade = _halo(replica, batch, size - 1), head_trade(replica, batch)
+    halo, all_to_all = _halo(replica, batch, size - 1), all_to_all_of(replica, batch)
     parts = [x]
     if halo.is_used:
-        parts.append(_Fetch.apply(x, halo, trade, clock))  # type: ignore[no-untyped-call]
+        parts.append(_Fetch.apply(x, halo, all_to_all, clock))  # type: ignore[no-untyped-call]
     source = torch.cat([*parts, x.new_zeros(*x.shape[:2], 1)], 2)
     rows = []
     for reads in halo.rows:
-        out = compute(_chosen(source[reads.start : reads.stop], reads.read, halo))
+        out = compute(_copy_tokens(source[reads.start : reads.stop], reads.read, halo))
         if reads.keeps_zeros:
             out = nn.functional.pad(out, (0, 1))
-        rows.append(_chosen(out, reads.kept, halo))
+        rows.append(_copy_tokens(out, reads.kept, halo))
     return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
-def _chosen(x: Tensor, places: _Places, halo: _Halo) -> Tensor:
-    """Copy ``x`` [B, C, n] at some of its tokens; runs of tokens are copied whole, a single run not at all."""
-    if len(places.runs) > _FEW_RUNS:
-        return x.index_select(2, halo.on(x.device, places.each))
-    parts = [x[:, :, start:stop] for start, stop in places.runs or ((0, 0),)]
+def _copy_tokens(x: Tensor, indices: _Indices, halo: _Halo) -> Tensor:
+    """Return the tokens of ``x`` [B, C, n] at ``indices``: a view if they are one run, else a copy.
+
+    Few runs are copied run by run, which is faster than token by token.
+    """
+    if len(indices.runs) > _MAX_COPIED_RUNS:
+        return x.index_select(2, halo.on(x.device, indices.each))
+    parts = [x[:, :, start:stop] for start, stop in indices.runs or ((0, 0),)]
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-class _Places(NamedTuple):
-    """Places of tokens, one by one and as runs ``[start, stop)`` of ascending ones."""
+class _Indices(NamedTuple):
+    """Indices of tokens, one by one, and as runs ``[start, stop)`` of consecutive ones."""
 
     each: Tensor
     runs: tuple[Range, ...]
 
     @classmethod
-    def of(cls, each: Tensor) -> _Places:
-        """Find the runs."""
-        # A run ends where the next place is not the next number: 4 5 6 9 10 is cut before its fourth entry.
+    def of(cls, each: Tensor) -> _Indices:
+        """Find the runs of indices. Example: 4 5 6 9 10 has the runs (4, 7) and (9, 11)."""
+        # A run ends where the next index is not the next number: the example is cut before its fourth entry.
         cuts = [0, *(torch.nonzero(each.diff() != 1).flatten() + 1).tolist(), len(each)]
-        places = each.tolist()
-        runs = [(places[first], places[stop - 1] + 1) for first, stop in pairwise(cuts) if first < stop]
+        indices = each.tolist()
+        runs = [(indices[first], indices[stop - 1] + 1) for first, stop in pairwise(cuts) if first < stop]
         return cls(each, tuple(runs))
 
 
 class _Reads(NamedTuple):
-    """Tokens of batch rows ``[start, stop)`` that go through the convolution, and those of its output that are kept."""
+    """Tokens of batch rows ``[start, stop)`` that go through the convolution, and the outputs that are kept.
+
+    Attributes:
+        read: indices in the tensor of this rank's tokens, the fetched tokens and one zero.
+        kept: indices in the output, for each of this rank's tokens; the index behind its end for a token outside of all
+            documents, whose output is zero.
+        keeps_zeros: this rank has tokens outside of all documents.
+    """
 
     start: int
     stop: int
-    read: _Places  # in [own tokens, fetched tokens, one zero]
-    kept: _Places  # in the output, for every own token; behind its end for tokens outside of documents
-    keeps_zeros: bool  # there are such tokens
+    read: _Indices
+    kept: _Indices
+    keeps_zeros: bool
 
 
 @dataclass(frozen=True, eq=False)
 class _Halo:
-    """The tokens before this rank's intervals."""
+    """Tables of the tokens that ranks fetch from each other, and of this rank's convolution.
 
-    give: tuple[Tensor, ...]  # by rank of the replica: this rank's tokens that it needs
-    take: tuple[int, ...]  # by rank of the replica: how many tokens come from it
-    is_used: bool  # some rank needs a token of another; the same on all
+    Attributes:
+        sent_indices: for each rank of the replica, the indices of this rank's tokens that the other rank fetches.
+        num_received: for each rank of the replica, how many tokens of that rank this rank fetches.
+        is_used: some rank fetches a token; the same on all ranks.
+        rows: for each set of batch rows with the same documents, what the convolution reads and which outputs are kept.
+    """
+
+    sent_indices: tuple[Tensor, ...]
+    num_received: tuple[int, ...]
+    is_used: bool
     rows: tuple[_Reads, ...]
     _copies: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device, index: Tensor) -> Tensor:
-        """Return one of the index tensors on ``device``; copied once."""
+        """Return one of the index tensors on ``device``; it is copied there once."""
         key = device, id(index)
         if key not in self._copies:
             self._copies[key] = copied_to(index, device)
@@ -115,15 +133,15 @@ class _Halo:
 
 
 class _Fetch(torch.autograd.Function):
-    """Fetches the tokens of other ranks that this one needs: [B, C, s] -> [B, C, h]."""
+    """Fetches h tokens from other ranks, [B, C, s] -> [B, C, h]; the backward returns their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: _Halo, trade: HeadTrade, clock: Clock) -> Tensor:
-        ctx.halo, ctx.trade, ctx.clock, ctx.shape = halo, trade, clock, x.shape
+    def forward(ctx: Any, x: Tensor, halo: _Halo, all_to_all: ReplicaAllToAll, clock: Clock) -> Tensor:
+        ctx.halo, ctx.all_to_all, ctx.clock, ctx.shape = halo, all_to_all, clock, x.shape
         by_token = x.permute(2, 0, 1)
         with clock.phase(ALL_TO_ALL, "fetch_halo"):
-            messages = [by_token[halo.on(x.device, index)] for index in halo.give]
-            received = trade.exchange(messages, [(count, *by_token.shape[1:]) for count in halo.take])
+            messages = [by_token[halo.on(x.device, index)] for index in halo.sent_indices]
+            received = all_to_all.exchange(messages, [(count, *by_token.shape[1:]) for count in halo.num_received])
         return torch.cat(received).permute(1, 2, 0)
 
     @staticmethod
@@ -132,46 +150,52 @@ class _Fetch(torch.autograd.Function):
         halo: _Halo = ctx.halo
         dx = grad.new_zeros(tokens, batch_size, channels)
         with ctx.clock.phase(ALL_TO_ALL, "return_halo"):
-            messages = grad.permute(2, 0, 1).split_with_sizes(list(halo.take))
-            received = ctx.trade.exchange(messages, [(len(index), batch_size, channels) for index in halo.give])
-        for index, part in zip(halo.give, received, strict=True):  # several ranks may have read a token
+            messages = grad.permute(2, 0, 1).split_with_sizes(list(halo.num_received))
+            received = ctx.all_to_all.exchange(
+                messages, [(len(index), batch_size, channels) for index in halo.sent_indices]
+            )
+        for index, part in zip(halo.sent_indices, received, strict=True):  # several ranks may have fetched a token
             dx.index_add_(0, halo.on(grad.device, index), part)
         return dx.permute(1, 2, 0), None, None, None
 
 
 @lru_cache(maxsize=64)
 def _halo(replica: Replica, batch: BatchLayout, reach: int) -> _Halo:
-    """Tables for a convolution that looks ``reach`` tokens back; every rank derives them from the batch's layout."""
+    """Return this rank's tables for a convolution that reads the ``reach`` tokens before each token.
+
+    Every rank derives them from the placement, so that sender and receiver agree without a message.
+    """
     sequences, holders = sequences_of(batch), _Holders(batch.placement)
-    give: list[Tensor] = []
-    take: list[int] = []
+    sent_indices: list[Tensor] = []
+    num_received: list[int] = []
     fetched: list[int] = []  # positions that this rank fetches, in the order in which they arrive
     is_used = False
     for rank in replica.ranks:
         needed = _needed(holders, rank, sequences, reach)
         is_used |= any(needed.values())
-        # Both ends list positions in ascending order, so that a message need not say which they are.
-        give.append(torch.tensor([holders.holder(p)[1] for p in needed.get(replica.rank, [])], dtype=torch.int64))
+        # Sender and receiver list positions in ascending order, so a message need not contain them.
+        local_indices = [holders.holder(position).local_index for position in needed.get(replica.rank, [])]
+        sent_indices.append(torch.tensor(local_indices, dtype=torch.int64))
         if rank == replica.rank:
             for owner in replica.ranks:
-                take.append(len(needed.get(owner, [])))
+                num_received.append(len(needed.get(owner, [])))
                 fetched += needed.get(owner, [])
-    num_own = batch.placement.tokens(replica.rank)
-    place_of_fetched = {position: num_own + number for number, position in enumerate(fetched)}
-    zero = num_own + len(fetched)
-    pieces = _Pieces(holders.intervals[replica.rank], holders, replica.rank, place_of_fetched, zero)
+    num_tokens = batch.placement.tokens(replica.rank)
+    index_of_fetched = {position: num_tokens + number for number, position in enumerate(fetched)}
+    zero = num_tokens + len(fetched)
+    pieces = _Pieces(holders.intervals[replica.rank], holders, index_of_fetched, zero)
     return _Halo(
-        give=tuple(give),
-        take=tuple(take),
+        sent_indices=tuple(sent_indices),
+        num_received=tuple(num_received),
         is_used=is_used,
         rows=tuple(pieces.reads(rows, reach) for rows in sequences),
     )
 
 
 def _needed(holders: _Holders, rank: int, sequences: Sequence[Rows], reach: int) -> dict[int, list[int]]:
-    """Return the positions that a rank needs of others, ascending, by the rank that holds them.
+    """Return the positions that ``rank`` fetches, ascending, by the rank that holds them.
 
-    They are the ``reach`` positions before each of its pieces, inside of the piece's document.
+    They are the ``reach`` positions before each of its pieces, inside the piece's document.
     """
     positions: set[int] = set()
     for rows in sequences:
@@ -179,70 +203,92 @@ def _needed(holders: _Holders, rank: int, sequences: Sequence[Rows], reach: int)
             positions.update(range(max(document, start - reach), start))
     needed: dict[int, list[int]] = {}
     for position in sorted(positions):
-        holder, _ = holders.holder(position)
+        holder = holders.holder(position).rank
         if holder != rank:
             needed.setdefault(holder, []).append(position)
     return needed
 
 
+class _Holder(NamedTuple):
+    """Where the token of a position is."""
+
+    rank: int
+    local_index: int  # among the rank's tokens
+
+
 class _Holders:
-    """Rank of each position, and the place among that rank's tokens."""
+    """Finds the rank that holds a position, and the index among that rank's tokens.
+
+    Attributes:
+        intervals: position intervals of each rank.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self.intervals = {rank: placement.intervals(rank) for rank in placement.schedule.ranks}
-        begins = []  # of every interval: its first position, the rank, and the place there
+        first_tokens: list[tuple[int, _Holder]] = []  # of every interval: its first position, and where that token is
         for rank, intervals in self.intervals.items():
-            place = 0
+            index = 0
             for start, stop in intervals:
-                begins.append((start, rank, place))
-                place += stop - start
-        self._begins = sorted(begins)
-        self._starts = [start for start, _, _ in self._begins]
+                first_tokens.append((start, _Holder(rank, index)))
+                index += stop - start
+        self._first_tokens = sorted(first_tokens)
+        self._starts = [start for start, _ in self._first_tokens]
 
-    def holder(self, position: int) -> tuple[int, int]:
-        """Return (rank, place among the rank's tokens) of a position."""
-        start, rank, place = self._begins[bisect_right(self._starts, position) - 1]
-        return rank, place + position - start
+    def holder(self, position: int) -> _Holder:
+        """Return where the token of a position is."""
+        start, first = self._first_tokens[bisect_right(self._starts, position) - 1]
+        return _Holder(first.rank, first.local_index + position - start)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """This rank's tokens, piece by piece."""
+    """This rank's tokens, piece by piece, with the indices from which the convolution reads.
+
+    The indices are those of a tensor of this rank's tokens, then the fetched tokens, then one zero.
+
+    Attributes:
+        intervals: position intervals of this rank.
+        holders: finds the rank of any position.
+        index_of_fetched: index of the token at each fetched position.
+        zero: index of the zero.
+    """
 
     intervals: tuple[Range, ...]
-    places: _Holders  # of all positions
-    rank: int
-    fetched: dict[int, int]  # place of every fetched position, behind the own tokens
-    zero: int  # place of the zero
+    holders: _Holders
+    index_of_fetched: dict[int, int]
+    zero: int
 
     def reads(self, rows: Rows, reach: int) -> _Reads:
-        """Return the tables of some rows of the batch.
+        """Return the indices that the convolution reads for ``rows``, and those of its outputs that are kept.
 
-        Example: reach 2, a piece of 3 own tokens with places 5, 6, 7, before which stand a fetched token (place 9) and
-        the beginning of the document, for which the zero (place 10) is read. It reads 10 9 5 6 7; the outputs 2, 3 and
-        4 are kept.
+        Before each piece stand ``reach`` tokens: tokens of other ranks, which were fetched, or zeros where the piece's
+        document has not begun yet. The outputs of these are dropped, those of the piece are kept.
+
+        Example: reach 2, and a piece of 3 tokens with indices 5, 6, 7. The token before the piece was fetched, has
+        index 9, and is the first of the document; before it stands the zero, with index 10. The convolution reads
+        10 9 5 6 7, and its outputs 2, 3 and 4 are kept.
         """
         read: list[Tensor] = []
-        num_own = sum(stop - start for start, stop in self.intervals)
-        kept = torch.full((num_own,), -1, dtype=torch.int64)
+        num_tokens = sum(stop - start for start, stop in self.intervals)
+        kept = torch.full((num_tokens,), -1, dtype=torch.int64)
         num_read = 0
         for document, start, stop in pieces_of(self.intervals, rows.documents):
-            before = [self._place(position, document) for position in range(start - reach, start)]
-            place, count = self._place(start, document), stop - start
-            read += [torch.tensor(before, dtype=torch.int64), torch.arange(place, place + count)]
+            before = [self._index(position, document) for position in range(start - reach, start)]
+            index, count = self._index(start, document), stop - start
+            read += [torch.tensor(before, dtype=torch.int64), torch.arange(index, index + count)]
             first_output = num_read + reach
-            kept[place : place + count] = torch.arange(first_output, first_output + count)
+            kept[index : index + count] = torch.arange(first_output, first_output + count)
             num_read += reach + count
-        if not read:  # a zero goes through: ZeRO needs gradients of the convolution's parameters here too
+        if not read:  # convolve a zero, since ZeRO needs gradients of the convolution's parameters on every rank
             read, num_read = [torch.tensor([self.zero])], 1
         is_outside = kept < 0
         kept[is_outside] = num_read
-        return _Reads(rows.start, rows.stop, _Places.of(torch.cat(read)), _Places.of(kept), bool(is_outside.any()))
+        return _Reads(rows.start, rows.stop, _Indices.of(torch.cat(read)), _Indices.of(kept), bool(is_outside.any()))
 
-    def _place(self, position: int, document: int) -> int:
-        """Return the place that a position is read from; the zero for positions before the document's start."""
+    def _index(self, position: int, document: int) -> int:
+        """Return the index of a position's token; ``zero`` for a position before the document's start."""
         if position < document:
             return self.zero
-        if position in self.fetched:
-            return self.fetched[position]
-        return self.places.holder(position)[1]
+        if position in self.index_of_fetched:
+            return self.index_of_fetched[position]
+        return self.holders.holder(position).local_index

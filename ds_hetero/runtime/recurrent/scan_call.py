@@ -1,4 +1,4 @@
-"""One call of a scan: the kernel, its tensors, and how its state is passed on where it can be."""
+"""Describe one call of a scan by a layer: the kernel, its tensors, and how its state can be passed between ranks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,37 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassedState:
-    """How a state goes on behind the end of a shard, for scans whose state only decays from token to token.
+    """How to continue a scan on the next shard, for scans whose state decays by a factor per head and token.
 
-    Such a scan's output is linear in the state before it: ``out_t`` gains ``state x reader_t``, times what is left of
-    the state after token t.
+    The output of such a scan is linear in the state before the shard: ``out_t`` increases by ``state x reader_t`` times
+    the product of the decay factors up to token t.
 
-    Args:
-        compute: as `Scan.compute` from a state of zeros, and the state after the last token, [B, H, P, N].
+    Attributes:
+        reader: name of the input [B, s, G, N] that reads the state [B, H, P, N], with P the width of the output.
+        log_decay: (inputs, parameters) -> logarithm of the decay factor of each token, [B, s, H].
+        compute: (inputs, parameters) -> the output of `Scan.compute` that starts with a state of zeros, and the state
+            after the last token, [B, H, P, N].
     """
 
-    reader: str  # the input that reads the state, [B, s, G, N] of a state [B, H, P, N] with P the output's width
-    log_decay: Callable[[Tensors, Tensors], Tensor]  # -> log of what tokens leave of the state before, [B, s, H]
+    reader: str
+    log_decay: Callable[[Tensors, Tensors], Tensor]
     compute: Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scan:
-    """Call of a scan by one layer, on whole sequences of some heads, inputs and parameters: [B, L, h, D]."""
+    """A call of a scan by one layer.
 
-    inputs: Tensors  # per token, [B, s, N, ...] with N = H or a divisor of it
-    output_like: str  # the input of H heads and of the output's shape
-    parameters: Tensors  # per head, [H]
+    Attributes:
+        inputs: of this rank's tokens, [B, s, N, ...] with N = H or a divisor of it.
+        output_like: name of the input that has H heads and the shape of the output.
+        parameters: [H] each, a number per head.
+        compute: (inputs, parameters) -> the output [B, L, h, D], for whole sequences of some heads.
+        passed_state: how to pass its state between ranks; None if that is not possible.
+    """
+
+    inputs: Tensors
+    output_like: str
+    parameters: Tensors
     compute: Callable[[Tensors, Tensors], Tensor]
-    passed_state: PassedState | None = None  # None where a state cannot be passed on
+    passed_state: PassedState | None = None

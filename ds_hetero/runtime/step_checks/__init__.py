@@ -1,18 +1,18 @@
-"""Checks of a step: known quantities of a step, compared over all ranks before the optimizer.
+"""Checks of every optimizer step: the ranks compare a few numbers of the step before the optimizer uses its gradients.
 
-protocol   a check: this rank's few numbers, and a verdict from the numbers of all ranks
-exchange   all checks of one engine: one exchange per optimizer step
-comparison_pace   after how many steps a piece of a batch is compared again
-early_comparisons   comparisons that come sooner while gradients are exactly zero
-graph_changes   whether a piece of a batch has to be compared since losses are made of other operations
-as_loaded   places and labels that a forward is given are those of the loader
-same_switches   what of the model is trained and how it runs is the same on every rank
-same_values   parameters, buffers and averaged gradients are the same on every rank
-stage_buffers   forwards of a stage of a pipeline leave its buffers as they are
-token_weights   the weight of each label in the gradient of the loss
-token_factors   the factor of each rank's sums over tokens in the loss
-local_weights   the numbers by which tokens are multiplied in the loss are not made of a rank's part alone
-class_loss   the loss that a model's class computes itself, beside the cross entropy of its logits
+protocol                 interface of a check: this rank's numbers, and a verdict from the numbers of all ranks
+exchange                 runs all checks of one engine with one exchange per optimizer step
+as_loaded                the model gets the positions and labels that the loader made
+same_switches            the same parameters are trained, in the same mode, on every rank
+same_values              parameters, buffers and averaged gradients are the same on every rank
+stage_buffers            forwards of a pipeline's stage do not change its buffers
+token_weights            all labels have one weight in the gradient of the loss; with token_weight_records and _rules
+token_factors            the sums over tokens in the loss have the same factor on every rank
+local_weights            weights of tokens in the loss are not computed from a rank's part of the sequences alone
+class_loss               a model's class does not compute another loss than the cross entropy of its logits
+comparison_pace          number of steps after which a piece of a batch is compared with one process again
+early_comparisons        comparisons that come sooner, because a gradient was exactly zero
+graph_changes            losses have new operations, so a piece of a batch is compared again
 """
 
 from ds_hetero.runtime.step_checks.as_loaded import AsLoaded

@@ -1,13 +1,14 @@
-"""Check that a forward is given what the loader cut: of the same batch on all ranks, its places of tokens and labels.
+"""Check that forwards get the shards as the loader made them: the same batch on all ranks, its positions and labels.
 
-Ranks that hold parts of the same sequences run forwards of the same batches, one after the other. A rank that keeps a
-batch too long, or is one ahead, gives attention keys of other sequences of the same shape.
+Ranks that hold parts of the same sequences have to run forwards of the same batches, one after the other. A rank that
+keeps a batch too long, or is one batch ahead, would give attention the keys of other sequences of the same shape.
 
-A script may change its batches in the loop, by their content. What one process would have changed all along a sequence
-cannot be known; but places that one rank moves against those of the others belong to no sequence.
+A script may change batches in the loop by their content. The check cannot know what one process would have changed
+along a whole sequence. But position ids that one rank has shifted against those of the other ranks are wrong for any
+sequence.
 
-Compared are two sums of an entry, over its numbers and over these times their index, so that no device is waited for
-and the loader's own tensor need not be kept.
+Two sums of an entry are compared: of its numbers, and of its numbers times their index. So nothing waits for the
+device, and the loader's tensors need not be kept.
 """
 
 from __future__ import annotations
@@ -27,98 +28,110 @@ from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks.protocol import Numbers, Undecided, Verdict
 
 _POSITIONS, _LABELS = "position_ids", "shift_labels"
-# Of fewer numbers, one by one changed by content may happen to be moved by the same.
-_FEWEST_MOVED = 8
+# A shard with fewer positions, changed one by one, may look as if all were shifted by the same number.
+_MIN_SHIFTED = 8
 
 
 class _Changes(NamedTuple):
-    """Numbers of one rank about one step: of the first forward that was given something else, or zeros."""
+    """Numbers of one rank about one step, taken at its first forward with changed entries, if there is one.
+
+    Attributes:
+        replica: id of the rank's replica.
+        size: number of position ids.
+        indices: sum of their indices.
+        sum_change: by how much the sum of the position ids has changed.
+        weighted_sum_change: by how much the sum of the position ids times their index has changed.
+        labels: whether the sums of the labels have changed.
+        batches: checksum of the numbers of the loader's batches that the forwards of the step ran; -1 if not known.
+        first_batch: number of the first of these batches, counted from the last batch of the step before.
+    """
 
     replica: float
-    size: float  # numbers in position_ids
-    indices: float  # the sum of their indices
-    moved: float  # by how much the sums of position_ids are off
-    moved_by_index: float
-    labels: float  # whether the sums of labels are off
-    batches: float  # a checksum of which batches of the loader the forwards of the step ran; -1 if it is not known
-    first_batch: float  # the first of them, counted from the last one of the step before
+    size: float
+    indices: float
+    sum_change: float
+    weighted_sum_change: float
+    labels: float
+    batches: float
+    first_batch: float
 
 
-class Given(Protocol):
-    """A model that is split over the sequence."""
+class ModelOfBatches(Protocol):
+    """What `AsLoaded` reads of a model whose sequences are split over ranks."""
 
     replica: Replica
 
 
 class AsLoaded:
-    """`ds_hetero.runtime.step_checks.protocol.StepCheck` of the batches of one split model."""
+    """Checks that one split model gets its batches as the loader gave them, as a step check."""
 
     width = len(_Changes._fields)
 
-    def __init__(self, model: Given) -> None:
+    def __init__(self, model: ModelOfBatches) -> None:
         self._model = model
-        self._changes: Tensor | None = None  # [5] of the step that runs, on its device
-        self._num_given = 0  # batches, by all loaders of the model
-        self._batches: list[int] = []  # numbers of those that forwards of the step ran
-        self._before: int | None = None  # the last one of the step before
+        self._changes: Tensor | None = None  # [5] of the present step, on its device
+        self._num_loaded = 0  # batches that all loaders of the model gave out
+        self._batches: list[int] = []  # numbers of the batches that forwards of the present step ran
+        self._last_before: int | None = None  # number of the last batch of the step before
 
-    def numbered(self, info: ShardInfo) -> ShardInfo:
-        """A loader gives out a shard: its information, with the number of the batch."""
-        self._num_given += 1
-        return replace(info, number=self._num_given)
+    def with_number(self, info: ShardInfo) -> ShardInfo:
+        """Return the information of a shard that a loader gives out, with the number of the batch."""
+        self._num_loaded += 1
+        return replace(info, number=self._num_loaded)
 
     @torch.no_grad()
     def note_forward(self, batch: Mapping[str, object], info: ShardInfo) -> None:
-        """A forward of training is given ``batch``; waits for no device."""
+        """Compare the arguments ``batch`` of a forward of training with the shard; does not wait for the device."""
         if info.number:
             self._batches.append(info.number)
         positions = batch.get(_POSITIONS)
         if not isinstance(positions, Tensor) or _POSITIONS not in info.sums:
             return
         if info.placement.tokens(self._model.replica.rank) == 0:
-            return  # it holds a placeholder
-        first, by_index = weighted_sums(positions).unbind()
+            return  # the rank has a placeholder
+        position_sum, weighted_sum = weighted_sums(positions).unbind()
         expected, expected_by_index = info.sums[_POSITIONS]
         size = positions.numel()
         changes = [
-            torch.full_like(first, size),
-            torch.full_like(first, size * (size - 1) // 2),
-            first - expected,
-            by_index - expected_by_index,
-            torch.zeros_like(first),
+            torch.full_like(position_sum, size),
+            torch.full_like(position_sum, size * (size - 1) // 2),
+            position_sum - expected,
+            weighted_sum - expected_by_index,
+            torch.zeros_like(position_sum),
         ]
         labels = batch.get(_LABELS)
         if isinstance(labels, Tensor) and _LABELS in info.sums:
-            of_labels, by_index_of_labels = weighted_sums(labels).unbind()
+            label_sum, weighted_label_sum = weighted_sums(labels).unbind()
             expected, expected_by_index = info.sums[_LABELS]
-            changes[-1] = ((of_labels != expected) | (by_index_of_labels != expected_by_index)).to(first.dtype)
-        of_forward = torch.stack(changes)
+            changes[-1] = ((label_sum != expected) | (weighted_label_sum != expected_by_index)).to(position_sum.dtype)
+        changes_of_forward = torch.stack(changes)
         if self._changes is None:
-            self._changes = of_forward
+            self._changes = changes_of_forward
         else:
-            is_unchanged = self._changes[2:].eq(0).all()  # behind the size and the sum of indices
-            self._changes = torch.where(is_unchanged, of_forward, self._changes)
+            is_unchanged = self._changes[2:].eq(0).all()  # without the size and the sum of indices
+            self._changes = torch.where(is_unchanged, changes_of_forward, self._changes)
 
     def numbers(self) -> Numbers:
-        """See `StepCheck`."""
+        """Return the numbers of `_Changes` for the step that ends."""
         changes, self._changes = self._changes, None
         replica_id = torch.tensor([float(self._model.replica.replica_id)], dtype=torch.float64)
-        none = torch.zeros(self.width - 3)
-        return replica_id, none if changes is None else changes, torch.tensor(self._take_batches(), dtype=torch.float64)
+        if changes is None:
+            changes = torch.zeros(self.width - 3)
+        return replica_id, changes, torch.tensor(self._take_batches(), dtype=torch.float64)
 
     def _take_batches(self) -> tuple[float, float]:
-        """`_Changes.batches` and `_Changes.first_batch` of the step that ends."""
+        """Return `_Changes.batches` and `_Changes.first_batch` of the step that ends."""
         batches, self._batches = self._batches, []
-        before, self._before = self._before, batches[-1] if batches else None
-        if not batches or before is None:  # ranks that begin again count from another number
+        last_number, self._last_before = self._last_before, batches[-1] if batches else None
+        if not batches or last_number is None:  # after a restart ranks count from other numbers
             return -1.0, 0.0
-        since = [number - before for number in batches]
+        since = [number - last_number for number in batches]
         return float(crc32(repr(since).encode())), float(since[0])
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
-        """See `StepCheck`."""
+        """Refuse ranks that ran other batches or shifted positions; warn of entries that only some ranks changed."""
         changes = [_Changes(*row) for row in rows]
-        if verdict := _of_other_batches(changes):
+        if verdict := _different_batches_error(changes):
             return verdict
         offsets = {rank: _offset(change) for rank, change in enumerate(changes) if change.size}
         ranks_of = ranks_by_value((rank, changes[rank].replica) for rank in offsets)
@@ -130,42 +143,50 @@ class AsLoaded:
                     f"ranks {ranks}, which hold parts of the same sequences. Change position_ids in the dataset or the "
                     "collator, or by the same on every rank."
                 )
-        return _mixed(_POSITIONS, [bool(change.moved or change.moved_by_index) for change in changes], ranks_of) or (
-            _mixed(_LABELS, [bool(change.labels) for change in changes], ranks_of)
-        )
+        have_changed = [bool(change.sum_change or change.weighted_sum_change) for change in changes]
+        warning = _partial_change_warning(_POSITIONS, have_changed, ranks_of)
+        return warning or _partial_change_warning(_LABELS, [bool(change.labels) for change in changes], ranks_of)
 
 
-def _of_other_batches(changes: Sequence[_Changes]) -> BatchError | None:
-    """Return ranks of a replica that ran forwards of different batches."""
-    known = ((rank, change.replica) for rank, change in enumerate(changes) if change.batches >= 0)
-    for ranks in ranks_by_value(known).values():
+def _different_batches_error(changes: Sequence[_Changes]) -> BatchError | None:
+    """Return the error for ranks of a replica that ran forwards of different batches; None if there are none."""
+    numbered_ranks = ((rank, change.replica) for rank, change in enumerate(changes) if change.batches >= 0)
+    for ranks in ranks_by_value(numbered_ranks).values():
         if len({changes[rank].batches for rank in ranks}) > 1:
-            first = [int(changes[rank].first_batch) for rank in ranks]
+            first_batches = [int(changes[rank].first_batch) for rank in ranks]
             return BatchError(
                 f"ranks {ranks}, which hold parts of the same sequences, ran forwards of different batches in this "
-                f"step: counted from the step before, the first is the loader's batch {first} by rank. Take every "
-                "batch from the loader on every rank, and run forwards of the same ones in the same order."
+                f"step: counted from the step before, the first is the loader's batch {first_batches} by rank. Take "
+                "every batch from the loader on every rank, and run forwards of the same ones in the same order."
             )
     return None
 
 
 def _offset(change: _Changes) -> int | None:
-    """Return by how much all positions are shifted; None where it is not the same for all."""
-    offset, rest = divmod(change.moved, change.size)
-    if change.moved and change.size < _FEWEST_MOVED:
+    """Return by how much the position ids of a rank are shifted; None if their shifts differ."""
+    offset, remainder = divmod(change.sum_change, change.size)
+    if change.sum_change and change.size < _MIN_SHIFTED:
         return None
-    return int(offset) if rest == 0 and change.moved_by_index == offset * change.indices else None
+    return int(offset) if remainder == 0 and change.weighted_sum_change == offset * change.indices else None
 
 
-def _mixed(name: str, changed: Sequence[bool], ranks_of: Mapping[float, Sequence[int]]) -> Undecided | None:
-    """Return the finding that some ranks of a replica changed an entry and others did not; None if not so."""
+def _partial_change_warning(
+    name: str, changed: Sequence[bool], ranks_of: Mapping[float, Sequence[int]]
+) -> Undecided | None:
+    """Return a warning if some ranks of a replica have changed an entry and others have not; else None.
+
+    Args:
+        name: of the entry.
+        changed: whether each rank has changed the entry.
+        ranks_of: the ranks of each replica.
+    """
     for ranks in ranks_of.values():
-        by_script = [rank for rank in ranks if changed[rank]]
-        if by_script and len(by_script) < len(ranks):
+        changed_ranks = [rank for rank in ranks if changed[rank]]
+        if changed_ranks and len(changed_ranks) < len(ranks):
             return Undecided(
-                f"{name} that the model was given are not the loader's on ranks {by_script} of {list(ranks)}, which "
-                "hold parts of the same sequences: whether one process would change the same tokens cannot be checked. "
-                "Change them in the dataset or the collator, where sequences are whole.",
+                f"{name} that the model was given are not the loader's on ranks {changed_ranks} of {list(ranks)}, "
+                "which hold parts of the same sequences: whether one process would change the same tokens cannot be "
+                "checked. Change them in the dataset or the collator, where sequences are whole.",
                 subject=name,
             )
     return None

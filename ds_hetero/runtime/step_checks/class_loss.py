@@ -1,9 +1,9 @@
-"""Check of models whose class may compute a loss of its own in its ``forward``.
+"""Check that the loss in a model's own ``forward`` is the cross entropy of its logits.
 
-On parts of sequences the engine makes the loss, the cross entropy of tokens, since a mean of what a class makes of
-parts can be another loss. A class of the script's that overrides ``forward`` is given its labels all the same, and what
-it makes of them is compared with the cross entropy of its own logits, on every rank and at every step: a weight by
-class, smoothing, a penalty or a term that begins later shows at the step where it first matters.
+On parts of sequences the engine computes the loss, as the cross entropy of tokens, since a mean over the losses that a
+class computes on the parts can be another loss. A script's class that overrides ``forward`` still gets the labels and
+computes a loss. This loss is compared with the cross entropy of the logits, on every rank and at every step. So class
+weights, smoothing, a penalty, or a term that begins later are found in the step in which they first matter.
 """
 
 from __future__ import annotations
@@ -18,99 +18,109 @@ from ds_hetero.errors import ModelError
 from ds_hetero.runtime.loss import cross_entropy_sum
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
 
-# Relative difference of two sums of the same numbers in fp32, in another order; of a loss of half precision, which
-# keeps 8 bits (2^-8), and of a sum of such.
+# Relative differences of equal losses: sums in fp32 in another order; losses of half precision, which keep 8 bits
+# (2^-8), and sums of such.
 _RTOL, _RTOL_HALF = 3e-5, 1e-2
 _IGNORED = -100
 
 
 @dataclass
-class _Seen:
-    """One forward of the step: relative difference over what rounding explains, and the two losses; on its device."""
+class _ForwardLosses:
+    """The losses of one forward of the step.
 
-    numbers: Tensor  # [3]
-    is_used: bool = False  # a gradient has reached the loss that the engine made
+    Attributes:
+        numbers: [3] on the device: the relative difference of the two losses, divided by the largest difference that
+            rounding explains; the loss that the class computed; and the cross entropy of its logits.
+        is_used: a gradient has reached the loss that the engine computed, so the script trains by this loss.
+    """
+
+    numbers: Tensor
+    is_used: bool = False
 
 
 class ClassLoss:
-    """`ds_hetero.runtime.step_checks.protocol.StepCheck` of the loss that a model's class computes itself.
+    """Checks the loss that a model's class computes itself, as a step check.
 
     Args:
-        name: of the class whose forward may compute it.
+        name: of the model's class.
     """
 
     width = 4
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._forwards: list[_Seen] = []
-        self._unseen = 0  # forwards without logits, whose loss was made tile by tile
+        self._forwards: list[_ForwardLosses] = []
+        self._num_without_logits = 0  # forwards whose loss was computed tile by tile, so that there are no logits
 
     @torch.no_grad()
     def note_forward(
-        self, of_class: Tensor, logits: Tensor, labels: Tensor, term: Tensor | float, engine_loss: Tensor | None
+        self, class_loss: Tensor, logits: Tensor, labels: Tensor, term: Tensor | float, engine_loss: Tensor | None
     ) -> None:
-        """A forward of training made a loss of this rank's part; waits for no device.
+        """Compare the losses of a forward of training on this rank's part; does not wait for the device.
 
         Args:
-            of_class: what the class made.
+            class_loss: that the class computed.
             logits: [B, s, V], of the same tokens.
-            labels: [B, s], of the token at the same place, that the class was given.
-            term: what the model adds for its routers.
-            engine_loss: the loss of the batch that the engine made, which the script may use or not.
+            labels: [B, s], that the class got; each is the label of the logits at the same position.
+            term: the auxiliary loss of routers that the model adds.
+            engine_loss: loss of the batch that the engine computed, which the script may use or not.
         """
-        if of_class.numel() != 1:
+        if class_loss.numel() != 1:
             return
-        logits, of_class = logits.detach(), of_class.detach().reshape(())
+        logits, class_loss = logits.detach(), class_loss.detach().reshape(())
         count = labels.ne(_IGNORED).sum()
-        plain = cross_entropy_sum(logits, labels).double() / count + term
-        rtol = _RTOL if of_class.element_size() >= 4 else _RTOL_HALF
-        difference = _relative(of_class.double(), plain)
-        if logits.element_size() < 4:  # a class may take the cross entropy of them as they are
+        cross_entropy = cross_entropy_sum(logits, labels).double() / count + term
+        rtol = _RTOL if class_loss.element_size() >= 4 else _RTOL_HALF
+        difference = _relative(class_loss.double(), cross_entropy)
+        if logits.element_size() < 4:  # a class may compute the cross entropy in half precision
             in_half = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED) + term
-            difference = torch.minimum(difference, _relative(of_class.double(), in_half.double()))
+            difference = torch.minimum(difference, _relative(class_loss.double(), in_half.double()))
         difference = torch.where(count > 0, difference / rtol, 0.0).nan_to_num(nan=float("inf"))
-        seen = _Seen(torch.stack([difference, of_class.double(), plain]))
-        self._forwards.append(seen)
+        losses = _ForwardLosses(torch.stack([difference, class_loss.double(), cross_entropy]))
+        self._forwards.append(losses)
         if engine_loss is not None and engine_loss.requires_grad:
             with torch.enable_grad():
-                engine_loss.register_hook(lambda gradient: setattr(seen, "is_used", True))  # type: ignore[no-untyped-call]
+                engine_loss.register_hook(lambda gradient: setattr(losses, "is_used", True))  # type: ignore[no-untyped-call]
 
-    def note_unseen(self) -> None:
-        """A forward of training made no logits, so that there is nothing to compare with."""
-        self._unseen += 1
+    def note_forward_without_logits(self) -> None:
+        """Note a forward of training without logits, whose loss cannot be compared."""
+        self._num_without_logits += 1
 
     @torch.no_grad()
     def numbers(self) -> Tensor:
-        """See `StepCheck`; the largest difference, with its losses, and the forwards that were not seen."""
-        used = [seen.numbers for seen in self._forwards if seen.is_used]
-        unseen, self._forwards, self._unseen = self._unseen, [], 0
-        rows = torch.stack([torch.zeros(3, dtype=torch.float64, device=used[0].device), *used]) if used else None
-        if rows is None:
-            return torch.tensor([0.0, 0.0, 0.0, float(unseen)], dtype=torch.float64)
+        """Return the largest difference, its two losses, and the number of forwards without logits."""
+        used_numbers = [forward.numbers for forward in self._forwards if forward.is_used]
+        num_without_logits = float(self._num_without_logits)
+        self._forwards, self._num_without_logits = [], 0
+        if not used_numbers:
+            return torch.tensor([0.0, 0.0, 0.0, num_without_logits], dtype=torch.float64)
+        rows = torch.stack([torch.zeros(3, dtype=torch.float64, device=used_numbers[0].device), *used_numbers])
         largest = rows.index_select(0, rows[:, 0].argmax()[None])[0]
-        return torch.cat([largest, largest.new_full((1,), float(unseen))])
+        return torch.cat([largest, largest.new_full((1,), num_without_logits)])
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
-        """See `StepCheck`."""
-        others = [rank for rank, row in enumerate(rows) if row[0] > 1]
-        if others:
-            of_class, plain = rows[others[0]][1:3]
+        """Refuse a loss that differs from the cross entropy; warn of forwards without logits."""
+        ranks_with_own_loss = [rank for rank, row in enumerate(rows) if row[0] > 1]
+        if ranks_with_own_loss:
+            first_rank = ranks_with_own_loss[0]
+            class_loss, cross_entropy = rows[first_rank][1:3]
             return ModelError(
-                f"the forward of {self._name} computes a loss of its own: {of_class:.6g} from the labels of rank "
-                f"{others[0]}, whose cross entropy is {plain:.6g} (ranks {others}). On parts of sequences the engine "
-                "makes outputs.loss, the cross entropy of tokens, and would train by that. Give it as a function, "
-                "model.loss_function = f, which is called with the logits and labels of the whole batch; or compute "
-                "it in the loop from the whole logits of handle.sharded_call; or give terms of single tokens to "
-                "handle.mean(per_token, batch)."
+                f"the forward of {self._name} computes a loss of its own: {class_loss:.6g} from the labels of rank "
+                f"{first_rank}, whose cross entropy is {cross_entropy:.6g} (ranks {ranks_with_own_loss}). On parts of "
+                "sequences the engine computes outputs.loss, the cross entropy of tokens, and would train by that. "
+                "Give the loss as a function, model.loss_function = f, which is called with the logits and labels of "
+                "the whole batch; or compute it in the loop from the whole logits of handle.sharded_call; or give "
+                "terms of single tokens to handle.mean(per_token, batch)."
             )
         if any(row[3] for row in rows):
             return Undecided(
-                f"the forward of {self._name} is the script's, and may compute a loss of its own: it is not known "
-                'where "tile_tokens" makes the loss, which is the cross entropy of tokens'
+                f"the forward of {self._name} is the script's, and may compute a loss of its own: this cannot be "
+                'checked with "tile_tokens", which computes the cross entropy of tokens without all logits at once. '
+                'Leave "tile_tokens" out to check it'
             )
         return None
 
 
 def _relative(a: Tensor, b: Tensor) -> Tensor:
+    """Return the difference of two scalars, divided by the larger absolute value."""
     return (a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp(min=1e-30)

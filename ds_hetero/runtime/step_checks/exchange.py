@@ -1,4 +1,4 @@
-"""All checks of one engine: one exchange per optimizer step, and one verdict on every rank."""
+"""Run all checks of one engine: exchange their numbers once per step, and raise the first error on every rank."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _OK, _ERROR = range(2)
 
 
 class StepChecks:
-    """The checks of one engine's steps; the same kinds in the same order on every rank."""
+    """The checks of one engine's steps; every rank has the same kinds in the same order."""
 
     def __init__(self, checks: Iterable[StepCheck] = ()) -> None:
         self._checks: list[StepCheck] = []
-        self._reported: set[str] = set()  # subjects of undecided checks that rank 0 has logged
-        self.count = 0  # optimizer steps that were checked
+        self._reported: set[str] = set()  # subjects of undecided verdicts that rank 0 has logged
+        self.count = 0  # optimizer steps checked so far
         for check in checks:
             self.add(check)
 
     def add(self, check: StepCheck) -> None:
-        """Let a check take part from the next step on; every rank of the world."""
+        """Add a check from the next step on. Every rank of the world adds it."""
         self._checks.append(check)
 
-    def judge(self) -> None:
-        """Exchange the numbers of a step that ends, before the optimizer's step. Raises what contradicts it.
+    def run(self) -> None:
+        """Exchange the numbers of the step that ends and check them, before the optimizer's step.
 
         Caller: every rank of the world, once per optimizer step.
         Collectives: one `all_gather_bytes`; none without checks.
 
         Raises:
-            HeteroError: the first contradiction; the same on every rank.
-            StepError: a rank is elsewhere, such as at its next batch; on every rank.
+            HeteroError: a check found an error; the first one, the same on every rank.
+            StepError: a rank is at another point of the loop, such as its next batch; on every rank.
         """
         if not self._checks:
             return
@@ -51,41 +51,42 @@ class StepChecks:
             payload = _on_host(self._numbers()).numpy().tobytes()
         except Exception as raised:
             error = raised
-        numbers = [_OK if error is None else _ERROR]
+        status = [_OK if error is None else _ERROR]
         with waiting_for_peers("checking an optimizer step"):
-            statuses, payloads = all_gather_bytes(numbers, payload if error is None else encode_failure(error))
+            statuses, payloads = all_gather_bytes(status, payload if error is None else encode_failure(error))
         failures = {rank: payloads[rank] for rank, (status,) in enumerate(statuses) if status == _ERROR}
         raise_failures(failures, error, "the step could not be checked")
-        rows = [torch.frombuffer(bytearray(each), dtype=torch.float64).tolist() for each in payloads]
+        rows = [torch.frombuffer(bytearray(received), dtype=torch.float64).tolist() for received in payloads]
         self.count += 1
-        self._judge_rows(rows)
+        self._report_verdicts(rows)
 
     def _numbers(self) -> list[Tensor]:
-        """Numbers of every check, in order."""
+        """Return the numbers of every check, in order."""
         numbers = []
         for check in self._checks:
             of_check = check.numbers()
-            parts = of_check if isinstance(of_check, tuple) and isinstance(of_check[0], Tensor) else (of_check,)
+            has_parts = isinstance(of_check, tuple) and isinstance(of_check[0], Tensor)  # else one sequence of numbers
+            parts = of_check if has_parts else (of_check,)
             tensors = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
             assert sum(map(len, tensors)) == check.width, (type(check).__name__, check.width)
             numbers += tensors
         return numbers
 
-    def _judge_rows(self, rows: Sequence[Sequence[float]]) -> None:
-        """Let every check see its columns; raise the first contradiction."""
-        start, contradiction = 0, None
+    def _report_verdicts(self, rows: Sequence[Sequence[float]]) -> None:
+        """Get the verdict of every check on its columns of the rows; log undecided ones, and raise the first error."""
+        start, first_error = 0, None
         for check in self._checks:
             verdict = check.verdict([row[start : start + check.width] for row in rows])
             start += check.width
             if isinstance(verdict, Undecided):
                 self._report(verdict)
-            elif isinstance(verdict, HeteroError) and contradiction is None:
-                contradiction = verdict
-        if contradiction is not None:
-            raise contradiction
+            elif isinstance(verdict, HeteroError) and first_error is None:
+                first_error = verdict
+        if first_error is not None:
+            raise first_error
 
     def _report(self, undecided: Undecided) -> None:
-        """Log what could not be checked, once, on rank 0."""
+        """Log an undecided verdict on rank 0, once for each subject."""
         subject = undecided.subject or undecided.text
         if subject not in self._reported and dist.get_rank() == 0:
             logger.warning("%s", undecided.text)
@@ -93,9 +94,9 @@ class StepChecks:
 
 
 def _on_host(parts: Sequence[Tensor]) -> Tensor:
-    """Return all numbers in one tensor on the CPU; those on a GPU in one copy, the only wait for the device."""
+    """Concatenate all numbers on the CPU; those on a GPU come in one copy, the only wait for the device."""
     on_device = [part for part in parts if part.device.type != "cpu"]
     if not on_device:
         return torch.cat(list(parts))
-    fetched = iter(torch.split(torch.cat(on_device).cpu(), [len(part) for part in on_device]))
-    return torch.cat([part if part.device.type == "cpu" else next(fetched) for part in parts])
+    copies = iter(torch.split(torch.cat(on_device).cpu(), [len(part) for part in on_device]))
+    return torch.cat([part if part.device.type == "cpu" else next(copies) for part in parts])

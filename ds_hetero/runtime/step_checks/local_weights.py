@@ -1,18 +1,18 @@
-"""Check of the numbers by which a script multiplies the values of tokens: not made of a rank's part alone.
+"""Check the weights by which a script multiplies the values of tokens: were they computed from a rank's part alone?
 
-A policy's advantages, weights by place, weights that are divided by their sum: a script makes them beside the graph of
-the loss, of what a rank holds. Any weights may be right, and their factor in the sum over tokens is
-(`ds_hetero.runtime.step_checks.token_factors`). But two marks show what was made of a part:
+A script computes such weights (a policy's advantages, weights by position, weights divided by their sum) outside the
+graph of the loss, from the tokens that a rank holds. Any weights may be right, and `token_factors` checks their factor
+in the sum over tokens. But two marks show weights that were computed from a part of the sequences:
 
-    centred or normalized    the mean over a rank's own tokens is 0 or 1 on every rank, or their sum is 1, which of a
-                             quantity of the whole batch it is not
-    made by index            the weights of the first tokens are the same on ranks that hold other places
+    centred or normalized    the mean over a rank's own tokens is 0 or 1 on every rank, or their sum is 1; for a
+                             quantity of the whole batch, each rank's mean would be another number
+    made by index            the first weights are the same on ranks that hold other positions of the sequences
 
-Both are told and not refused: random weights that all ranks draw from one seed have the second mark, too.
+Either mark is a warning and not an error: random weights that all ranks draw from one seed have the second mark, too.
 
-The weights are the operand without a gradient that autograd keeps of a product. A walk from the loss, or from what
-`Handle.mean` is given, down through nodes of one number a token finds them. All numbers stay on the device until the
-one exchange of the step.
+The weights are the operand without a gradient that autograd saves for a product. A walk from the loss, or from the
+argument of `Handle.mean`, down through nodes with one number per token finds them. All numbers stay on the device until
+the one exchange of the step.
 
 Dimension key: B batch, s tokens of this rank.
 """
@@ -32,153 +32,166 @@ from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
 
-_PREFIX = 8  # tokens whose weights are compared
-# Of these, how many have to be unlike. Masks and weights by class are few numbers, whose means come to 0 or 1 on all
-# ranks now and then; of a sample of rewards some are alike. Chosen, never measured.
-_FEWEST_UNLIKE = 6
-_MOST_OF_ALL = 64  # in a node above the values of tokens; as of `token_factors`
-_MOST_NODES_TO_WEIGHTS = 256  # of a walk; chosen, never measured: a policy's clipped loss has some thirty
+_PREFIX = 8  # first tokens of a rank whose weights are compared
+# Distinct weights that must be among these. Masks and weights by class have few distinct values, whose means come to 0
+# or 1 on all ranks now and then; rewards of samples have some equal ones. Chosen, never measured.
+_MIN_DISTINCT = 6
+_MAX_SCALARS_TO_WEIGHTS = 64  # elements of a node above the values of tokens; as in `token_factors`
+_MAX_NODES_TO_WEIGHTS = 256  # of a walk; chosen, never measured: a policy's clipped loss has some thirty
 _PRODUCTS = frozenset({"MulBackward0", "DivBackward0"})
 _GOLDEN = 0.6180339887498949
 _IGNORED = -100
-# Of means, relative to the weights' root mean square. A mean that was subtracted in fp32 leaves 1e-7; those of random
-# weights over s tokens vary by one over the root of s, 1e-3 of a million tokens.
-_SAME = 1e-5
+# Difference of a mean from 0 or 1, relative to the weights' root mean square. A mean that was subtracted in fp32 leaves
+# 1e-7; the mean of random weights over s tokens varies by one over the root of s, 1e-3 for a million tokens.
+_RTOL_MEAN = 1e-5
 
 
 class _Weights(NamedTuple):
-    """Numbers of one rank about the weights that are looked at in a step."""
+    """Numbers of one rank about the weights that it examined in a step; zeros if it found none."""
 
-    replica: float
-    tokens: float  # that have one; 0 where none were found
-    labels: float  # of those that count
-    distinct: float  # of the first weights
-    prefix: float  # a combination of them
-    places: float  # the same of the places of their tokens
-    mean: float  # of all
-    mean_of_labels: float  # of those whose labels count
-    size: float  # root mean square
+    replica: float  # id of the rank's replica
+    tokens: float  # number of weights
+    labels: float  # number of weights whose tokens have labels that count
+    distinct: float  # number of distinct values among the first `_PREFIX` weights
+    prefix: float  # a combination of these, to compare them between ranks
+    positions: float  # a combination of the positions of their tokens
+    mean: float  # of all weights
+    mean_of_labels: float  # of the weights whose tokens have labels that count
+    size: float  # root mean square of all weights
 
 
 class TrainedOnParts(Protocol):
-    """A model that is split over the sequence."""
+    """What `LocalWeights` reads of a model whose sequences are split over ranks."""
 
-    replica: Replica
     latest_positions: Tensor | None
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's replica, which may change between steps."""
 
 
 class LocalWeights:
-    """`ds_hetero.runtime.step_checks.protocol.StepCheck` of the weights of tokens in the losses of one split model.
+    """Checks the weights of tokens in the losses of one split model, as a step check.
 
-    Of several weights in a step one is looked at, by turns.
+    If a step has several tensors of weights, one of them is examined, another one in the next step.
     """
 
     width = len(_Weights._fields)
 
     def __init__(self, model: TrainedOnParts) -> None:
         self._model = model
-        self._step = self._seen = self._seen_before = 0
-        self._numbers: Tensor | None = None  # [8] of the step that runs, on its device
+        self._step = 0
+        self._num_weights = 0  # tensors of weights in this step so far
+        self._num_weights_before = 0  # in the step before
+        self._numbers: Tensor | None = None  # [8] of this step, on the device
 
     @torch.no_grad()
     def note_values(self, values: Tensor) -> None:
-        """The script gives ``values``, of tokens or a loss of them, to be trained by; waits for no device."""
+        """Examine ``values`` that the script trains on, of tokens or a loss; does not wait for the device."""
         positions = self._model.latest_positions
         info = shard_info(positions)
         if positions is None or info is None or info.labels is None or values.grad_fn is None:
             return
         for weights in _weights_in(values.grad_fn, tuple(info.labels.shape)):
-            if self._numbers is None and self._seen == self._step % max(self._seen_before, 1):
+            index_to_examine = self._step % max(self._num_weights_before, 1)
+            if self._numbers is None and self._num_weights == index_to_examine:
                 self._numbers = _numbers_of(weights, positions, info.labels)
-            self._seen += 1
+            self._num_weights += 1
 
     def numbers(self) -> tuple[Tensor, Tensor]:
-        """See `StepCheck`."""
+        """Return the numbers of `_Weights` for the step that ends."""
         numbers, self._numbers = self._numbers, None
-        self._seen, self._seen_before = 0, self._seen
+        self._num_weights_before, self._num_weights = self._num_weights, 0
         self._step += 1
         replica = torch.tensor([float(self._model.replica.replica_id)], dtype=torch.float64)
         return replica, torch.zeros(self.width - 1) if numbers is None else numbers
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
-        """See `StepCheck`."""
-        of_ranks = [_Weights(*row) for row in rows]
-        for ranks in ranks_by_value((rank, one.replica) for rank, one in enumerate(of_ranks)).values():
-            known = {rank: of_ranks[rank] for rank in ranks if of_ranks[rank].labels > 0}
-            looked_at = {rank: one for rank, one in known.items() if one.distinct >= _FEWEST_UNLIKE}
-            if by_index := _by_index(looked_at):
-                return Undecided(_BY_INDEX.format(by_index), subject=_BY_INDEX)
-            if len(looked_at) > 1 and _are_of_parts(list(looked_at.values())):
-                return Undecided(_OF_PARTS.format(list(looked_at)), subject=_OF_PARTS)
+        """Warn of weights that were made by index, or centred or normalized on every rank."""
+        weights_by_rank = [_Weights(*row) for row in rows]
+        for ranks in ranks_by_value((rank, weights.replica) for rank, weights in enumerate(weights_by_rank)).values():
+            weights_of_replica: dict[int, _Weights] = {}
+            for rank in ranks:
+                if weights_by_rank[rank].labels > 0 and weights_by_rank[rank].distinct >= _MIN_DISTINCT:
+                    weights_of_replica[rank] = weights_by_rank[rank]
+            ranks_by_index = _ranks_weighing_by_index(weights_of_replica)
+            if ranks_by_index:
+                return Undecided(_BY_INDEX.format(ranks_by_index), subject=_BY_INDEX)
+            if len(weights_of_replica) > 1 and _are_normalized_by_rank(list(weights_of_replica.values())):
+                return Undecided(_BY_PART.format(list(weights_of_replica)), subject=_BY_PART)
         return None
 
 
-def _by_index(of_ranks: dict[int, _Weights]) -> list[int]:
-    """Ranks whose first weights are the same, all of them unlike, of tokens at other places."""
-    unlike = {rank: one for rank, one in of_ranks.items() if one.distinct == _PREFIX}
-    for alike in ranks_by_value((rank, one.prefix) for rank, one in unlike.items()).values():
-        if len({unlike[rank].places for rank in alike}) > 1:
-            return list(alike)
+def _ranks_weighing_by_index(weights_by_rank: dict[int, _Weights]) -> list[int]:
+    """Return ranks whose first weights are the same, though their tokens have other positions; [] if there are none."""
+    all_distinct = {rank: weights for rank, weights in weights_by_rank.items() if weights.distinct == _PREFIX}
+    for ranks in ranks_by_value((rank, weights.prefix) for rank, weights in all_distinct.items()).values():
+        if len({all_distinct[rank].positions for rank in ranks}) > 1:
+            return list(ranks)
     return []
 
 
-def _are_of_parts(of_ranks: Sequence[_Weights]) -> bool:
-    """Whether each rank's own weights are centred or normalized, and they are not those of the same tokens."""
-    if len({one.prefix for one in of_ranks}) == 1:
+def _are_normalized_by_rank(weights_by_rank: Sequence[_Weights]) -> bool:
+    """Whether every rank's weights are centred or normalized in the same way, and are not equal on all ranks."""
+    if len({weights.prefix for weights in weights_by_rank}) == 1:
         return False
-    centred_or_normalized = [_quantities_of_parts(one) for one in of_ranks]
-    # One and the same quantity on all ranks: a rank may have weights of mean 1 by chance.
-    return any(map(all, zip(*centred_or_normalized, strict=True)))
+    marks_by_rank = [_normalization_marks(weights) for weights in weights_by_rank]
+    # The same mark on all ranks: one rank alone may have weights of mean 1 by chance.
+    return any(map(all, zip(*marks_by_rank, strict=True)))
 
 
-def _quantities_of_parts(weights: _Weights) -> list[bool]:
-    """Whether a rank's weights are centred or normalized: those of all its tokens, then of those that count."""
-    of_all = _centred_or_normalized(weights.mean, weights.tokens, weights.size)
-    of_labels = _centred_or_normalized(weights.mean_of_labels, weights.labels, weights.size)
-    return [*of_all, *of_labels]
+def _normalization_marks(weights: _Weights) -> list[bool]:
+    """Return whether the mean is 0, the mean is 1, the sum is 1: of all weights, then of those whose labels count."""
+    marks = []
+    for mean, count in ((weights.mean, weights.tokens), (weights.mean_of_labels, weights.labels)):
+        marks += [
+            _is_near(mean, 0.0, weights.size),
+            _is_near(mean, 1.0, weights.size),
+            _is_near(mean * count, 1.0, weights.size * count),
+        ]
+    return marks
 
 
-def _centred_or_normalized(mean: float, count: float, size: float) -> tuple[bool, bool, bool]:
-    """Whether the mean of weights is 0, whether it is 1, and whether their sum is 1."""
-    return (
-        _are_alike(mean, 0.0, size),
-        _are_alike(mean, 1.0, size),
-        _are_alike(mean * count, 1.0, size * count),
-    )
-
-
-def _are_alike(value: float, expected: float, size: float) -> bool:
-    return abs(value - expected) <= _SAME * size
+def _is_near(value: float, expected: float, size: float) -> bool:
+    """Whether ``value`` is ``expected`` up to rounding of numbers of this size."""
+    return abs(value - expected) <= _RTOL_MEAN * size
 
 
 def _weights_in(top: Node, shape: Sequence[int]) -> list[Tensor]:
-    """Operands without a gradient, of one number a token, in products of the values of [B, s] tokens."""
+    """Return the tensors of weights in a graph: operands without a gradient in products with values of tokens.
+
+    Args:
+        top: node of the loss, or of the values.
+        shape: B and s; weights have one number for each of the B * s tokens, or for each of s positions.
+    """
     batch_size, tokens = shape
     num_values = batch_size * tokens
-    todo, seen, found = [top], set[Node](), list[Tensor]()
-    while todo and len(seen) < _MOST_NODES_TO_WEIGHTS:
+    todo: list[Node] = [top]
+    seen: set[Node] = set()
+    all_weights: list[Tensor] = []
+    while todo and len(seen) < _MAX_NODES_TO_WEIGHTS:
         node = todo.pop()
         numel = _numel(node)
-        is_by_token, is_of_all = numel == num_values, numel <= _MOST_OF_ALL
-        if node in seen or not (is_by_token or is_of_all):
+        has_token_values = numel == num_values
+        if node in seen or not (has_token_values or numel <= _MAX_SCALARS_TO_WEIGHTS):
             continue
         seen.add(node)
-        weights = _operand(node) if is_by_token and tokens >= _PREFIX else None
+        weights = _constant_factor(node) if has_token_values and tokens >= _PREFIX else None
         if weights is not None and weights.numel() in (tokens, num_values):
-            found.append(weights)
-        todo += [below for below, _ in reversed(node.next_functions) if below is not None]
-    return found
+            all_weights.append(weights)
+        todo += [operand for operand, _ in reversed(node.next_functions) if operand is not None]
+    return all_weights
 
 
 def _numel(node: Any) -> int:
-    """Of a node's first result; no small number where that is not known."""
+    """Return the elements of a node's first result; a number too large for scalars if not known."""
     metadata = node._input_metadata
-    return prod(int(size) for size in metadata[0].shape) if metadata else _MOST_OF_ALL + 1
+    return prod(int(size) for size in metadata[0].shape) if metadata else _MAX_SCALARS_TO_WEIGHTS + 1
 
 
-def _operand(node: Any) -> Tensor | None:
-    """What a product or a quotient multiplies by, which has no gradient; None of others, and of hooked tensors."""
-    if node.name() not in _PRODUCTS or all(below is not None for below, _ in node.next_functions):
+def _constant_factor(node: Any) -> Tensor | None:
+    """Return the operand without a gradient of a product or quotient; None for other nodes, and tensors with hooks."""
+    if node.name() not in _PRODUCTS or all(operand is not None for operand, _ in node.next_functions):
         return None
     name = "other" if node.next_functions[0][0] is not None else "self"
     if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:  # see `token_factors`
@@ -186,44 +199,47 @@ def _operand(node: Any) -> Tensor | None:
     saved = getattr(node, f"_saved_{name}")
     if not isinstance(saved, Tensor) or saved.is_complex():
         return None
-    is_exact = not saved.is_floating_point() or saved.element_size() >= 4  # an index is of integers, often
+    is_exact = not saved.is_floating_point() or saved.element_size() >= 4  # weights by index are integers, often
     return saved.detach() if is_exact else None
 
 
 def _numbers_of(weights: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
     """Summarize this rank's token weights as the numbers of `_Weights`, [8]."""
     flat = weights.reshape(-1).double()
-    first = flat[:_PREFIX]
-    counted = labels.ne(_IGNORED)
-    counted = (counted[0] if len(flat) == labels.shape[1] else counted).reshape(-1).double()
+    first_weights = flat[:_PREFIX]
+    has_label = labels.ne(_IGNORED)
+    if len(flat) == labels.shape[1]:  # one weight per position, for all samples
+        has_label = has_label[0]
+    is_counted = has_label.reshape(-1).double()
     return torch.stack(
         [
             torch.full((), float(len(flat)), dtype=torch.float64, device=flat.device),
-            counted.sum(),
-            1 + first.sort().values.diff().ne(0).sum().double(),
-            _combined(first),
+            is_counted.sum(),
+            1 + first_weights.sort().values.diff().ne(0).sum().double(),
+            _combined(first_weights),
             _combined(positions.reshape(-1, positions.shape[-1])[0, :_PREFIX].double()),
             flat.mean(),
-            (flat * counted).sum() / counted.sum().clamp(min=1),
+            (flat * is_counted).sum() / is_counted.sum().clamp(min=1),
             flat.square().mean().sqrt(),
         ]
     )
 
 
 def _combined(numbers: Tensor) -> Tensor:
-    """[] a sum with fixed unlike weights."""
+    """Combine numbers to one scalar, a sum with fixed unlike weights, by which ranks compare them."""
     order = torch.arange(1, len(numbers) + 1, device=numbers.device, dtype=torch.float64)
     return (numbers * torch.frac(order * _GOLDEN)).sum()
 
 
 _BY_INDEX = (
     "the loss given to backward weighs the values of tokens, and the weights of the first tokens are the same on ranks "
-    "{}, which hold other places of the sequences. If they are made by the index in the part that a rank holds, one "
-    "process has others: make them of position_ids then. Weights that repeat along a sequence are right and look alike"
+    "{}, which hold other positions of the sequences. If they are computed from the index in the part that a rank "
+    "holds, one process has others: compute them from position_ids then. Weights that repeat along a sequence are "
+    "right, and look the same"
 )
-_OF_PARTS = (
+_BY_PART = (
     "the loss given to backward weighs the values of tokens, and the mean of the weights over a rank's own tokens is 0 "
-    "or 1, or their sum is 1, on each of ranks {}. What is centred or normalized over a part is another quantity than "
-    "one process has: take the mean over the tokens of all ranks, by torch.distributed.all_reduce, or make it in the "
+    "or 1, or their sum is 1, on each of ranks {}. One process would centre or normalize them over the whole batch: "
+    "take the mean over the tokens of all ranks, by torch.distributed.all_reduce, or compute the weights in the "
     "dataset, where sequences are whole"
 )

@@ -1,4 +1,4 @@
-"""The whole job as one value: pipelines, stages, batches; and the files that say it. Imports no torch."""
+"""Plans: the whole job as one value (pipelines, stages, batches), and the reader of plan files. Imports no torch."""
 
 from ds_hetero.values.plans.batches import BatchSplit
 from ds_hetero.values.plans.plan import Plan

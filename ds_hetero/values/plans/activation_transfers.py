@@ -1,15 +1,19 @@
 """Messages of activations between two pipeline stages that shard them differently.
 
-What a stage computes for a micro-batch, ``[b, L, H]``, lies on its ranks by tokens: a single rank holds all of them,
-ranks of tensor parallelism hold a copy each, ranks of a sequence stage the intervals of their schedule. Each rank of
-copies sends an equal part over the boundary, and receives one, so that an activation crosses the boundary once; the
-ranks that want copies then gather the parts among themselves. The messages are the overlaps of what the sending ranks
-hold with what the receiving ranks want, so neighbouring stages may shard in any way. Gradients travel by the same
-function with the stages exchanged.
+A stage's output for a micro-batch, ``[b, L, H]``, is on its ranks by tokens:
 
-HexiScale (arXiv:2409.01143) sends between two leaders, of which the receiving one broadcasts. Those are as many bytes
-over the boundary, through one NIC instead of all, and more inside the stage: a broadcast brings every rank all tokens,
-the gather all but its own.
+    one         a single rank has all tokens
+    tensor      every rank has a copy of all tokens
+    sequence    every rank has the position intervals of its schedule
+
+Every activation crosses the boundary once: each of n ranks with copies sends or receives 1 / n of the tokens, and ranks
+that need copies then gather the parts among themselves. The messages are the overlaps of the intervals that ranks of
+one stage send with those that ranks of the other receive, so neighbouring stages may shard in any way. For gradients
+the stages swap.
+
+HexiScale (arXiv:2409.01143) instead sends from one leader to another, which broadcasts. That is as many bytes over the
+boundary, but through one NIC instead of all, and more bytes inside the stage: a broadcast brings every rank all tokens,
+a gather all but those that it has.
 """
 
 from __future__ import annotations
@@ -32,22 +36,29 @@ class ActivationTransfer(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one row of the batch."""
+        """Number of tokens of one batch row that the message carries."""
         return sum(stop - start for start, stop in self.intervals)
 
 
 def held_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
-    """Position intervals that ``rank`` computes, in its tokens' order. Raises `ScheduleError`: too few tokens."""
+    """Return the position intervals that ``rank`` computes, in the order of its tokens.
+
+    Raises:
+        ScheduleError: the sequence is too short for the stage's schedule.
+    """
     if stage.schedule is None:
         return ((0, length),)
     return stream_placement(stage.schedule, length).intervals(rank)
 
 
 def carried_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
-    """Position intervals that ``rank`` sends to a neighbour and receives. Raises `ScheduleError`: see `held_intervals`.
+    """Return the position intervals that ``rank`` sends to a neighbouring stage, and receives from one.
 
-    A rank of a sequence stage sends what it computes. Where n ranks hold copies, each sends one part of
-    ceil(length / n) tokens, in ascending order of rank: of 10 tokens on 4 ranks 3, 3, 3 and 1.
+    A rank of a sequence stage sends what it computes. If n ranks have copies, each sends one part of ceil(length / n)
+    tokens, in ascending order of ranks: 4 ranks with 10 tokens send 3, 3, 3 and 1.
+
+    Raises:
+        ScheduleError: the sequence is too short for the stage's schedule.
     """
     if stage.schedule is not None:
         return held_intervals(stage, length, rank)
@@ -58,23 +69,25 @@ def carried_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]
 
 @lru_cache(maxsize=1024)
 def transfers(source: Stage, target: Stage, length: int) -> tuple[ActivationTransfer, ...]:
-    """Return the messages of activations from one stage to another. Raises `ScheduleError`: see `held_intervals`.
+    """List the messages of activations from one stage to another, in the same order on every rank.
 
-    Returns:
-        By receiver and by sender, in the order of the stages' ranks; the same on every rank.
+    They are sorted by receiver and then by sender, in the order of the stages' ranks.
+
+    Raises:
+        ScheduleError: the sequence is too short for the schedule of a stage.
     """
     sent = {rank: carried_intervals(source, length, rank) for rank in source.ranks}
-    wanted = {rank: carried_intervals(target, length, rank) for rank in target.ranks}
+    received = {rank: carried_intervals(target, length, rank) for rank in target.ranks}
     messages = []
-    for receiver, sender in product(wanted, sent):
-        intervals = tuple(_overlap(wanted[receiver], sent[sender]))
+    for receiver, sender in product(received, sent):
+        intervals = tuple(_overlap(received[receiver], sent[sender]))
         if intervals:
             messages.append(ActivationTransfer(sender, receiver, intervals))
     return tuple(messages)
 
 
-def _overlap(wanted: Sequence[Range], sent: Sequence[Range]) -> Iterator[Range]:
-    """Intervals that are in both, in the order of ``wanted``."""
-    for (start, stop), (low, high) in product(wanted, sorted(sent)):
+def _overlap(received: Sequence[Range], sent: Sequence[Range]) -> Iterator[Range]:
+    """Yield the intervals that are in both, in the order of ``received``."""
+    for (start, stop), (low, high) in product(received, sorted(sent)):
         if max(start, low) < min(stop, high):
             yield max(start, low), min(stop, high)

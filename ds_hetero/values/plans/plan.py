@@ -1,4 +1,4 @@
-"""The whole job as one value: pipelines with their batches, stages with their ranks and layers.
+"""Plan: the whole job as one value, with the batches of pipelines and the ranks and layers of their stages.
 
     {"version": 2, "model": {"num_layers": 40, "num_heads": 40, "num_kv_heads": 40}, "seq_len": 4096,
      "pipelines": [
@@ -10,11 +10,10 @@
      "zero": {"stage": 1, "owner_weights": {"0": 4.0, "4": 1.0}},
      "predicted": {"step_s": 20.9}}
 
-A *pipeline* is stages in order that hold every layer once; pipelines share the samples of an optimizer step (data
-parallelism). A *replica* is a pipeline of one stage. A step uses the next G samples of the order in which one process
-would read them; they are cut into one run of samples per pipeline, in order, and each run into micro-batches.
+A *pipeline* is a list of stages that together hold every layer once; pipelines share the samples of an optimizer step
+(data parallelism). A *replica* is a pipeline of one stage. `BatchSplit` says which samples every pipeline takes.
 
-Plain data; nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -35,40 +34,40 @@ from ds_hetero.values.schedule import Schedule
 VERSION = 2
 
 SCENARIO = "scenario"
-"""The key of a plan file that says what the plan was made for, see `ds_hetero.reporting.scenario`."""
+"""Key of a plan file for the scenario that the plan was made for, see `ds_hetero.reporting.scenario`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The work of every rank of the job.
+    """Work of every rank of the job.
 
     Args:
-        activation_checkpointing: keep only the input of every layer and compute it again in the backward; None where
-            the script says.
+        activation_checkpointing: whether only the input of every layer is kept, and the layer is recomputed in the
+            backward; None: the script decides.
 
     Raises:
-        PlanError: the pipelines do not hold every layer once, a rank is in two stages, a stage does not fit its ranks
-            or the model. The message names the field, its values and the rule.
+        PlanError: the pipelines do not hold every layer once, a rank is in two stages, or a stage does not fit its
+            ranks or the model. The message names the field, its values and the rule.
     """
 
-    pipelines: tuple[Pipeline, ...]  # with their stages and batches
-    model: PlannedModel | None = None  # the model that it is for; None in a plan of replicas read from version 1
-    seq_len: int | None = None  # tokens of a sequence that it was planned for, if known
-    zero: ZeroOwners | None = None  # owners of optimizer state; None where ds_config.json says
+    pipelines: tuple[Pipeline, ...]
+    model: PlannedModel | None = None  # model that the plan is for; None in a plan of replicas read from version 1
+    seq_len: int | None = None  # tokens of a sequence that the plan is for; None if unknown
+    zero: ZeroOwners | None = None  # owners of optimizer state; None: as ds_config.json says
     activation_checkpointing: bool | None = None
-    predicted: JsonObject | None = field(default=None, compare=False)  # for people; takes no part in comparisons
+    predicted: JsonObject | None = field(default=None, compare=False)  # prediction for reports; not compared
 
     def __post_init__(self) -> None:
         check_parts(self.pipelines, self.model, self.seq_len, self.zero)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of all pipelines, ascending; ranks of the job that are not among them are idle."""
+        """Global ranks of all pipelines, ascending; all other ranks of the job are idle."""
         return tuple(sorted(chain.from_iterable(pipeline.ranks for pipeline in self.pipelines)))
 
     @cached_property
     def batch_split(self) -> BatchSplit | None:
-        """Batches of pipelines that take different samples of a step; None where all take the same number."""
+        """Batches by pipeline, if the plan gives them; None if all pipelines take as many as ds_config.json says."""
         if self.pipelines[0].micro_batches is None:
             return None
         return BatchSplit(
@@ -78,7 +77,7 @@ class Plan:
 
     @property
     def is_replicas(self) -> bool:
-        """Whether every pipeline is one stage of sequence parallelism, which `schedules` lists."""
+        """Whether every pipeline is a single stage of sequence parallelism, as `schedules` requires."""
         return all([stage.inner for stage in pipeline.stages] == ["sequence"] for pipeline in self.pipelines)
 
     @cached_property
@@ -87,7 +86,7 @@ class Plan:
         if not self.is_replicas:
             raise PlanError(
                 "this plan has pipelines of several stages or stages of tensor parallelism; only plans of replicas "
-                "have one schedule per pipeline."
+                "have one schedule per pipeline. Give a plan whose pipelines are single sequence stages."
             )
         schedules = (pipeline.stages[0].schedule for pipeline in self.pipelines)
         return tuple(schedule for schedule in schedules if schedule is not None)
@@ -103,6 +102,7 @@ class Plan:
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
+        """Indices (pipeline, stage) by rank."""
         places: dict[int, tuple[int, int]] = {}
         for i, pipeline in enumerate(self.pipelines):
             for j, stage in enumerate(pipeline.stages):
@@ -118,20 +118,23 @@ class Plan:
         return replace(self, pipelines=tuple(pipelines))
 
     def with_layers(self) -> Plan:
-        """Return the same plan in which pipelines of one stage say that it holds all layers, if the model is known."""
+        """Return the same plan, in which every stage has its ``layers``; the plan itself if the model is not known.
+
+        A stage without ``layers`` is the only stage of its pipeline, and holds all layers.
+        """
         if self.model is None:
             return self
         pipelines = []
         for pipeline in self.pipelines:
             first = pipeline.stages[0]
-            if first.layers is None:  # it is the only stage
+            if first.layers is None:
                 pipeline = replace(pipeline, stages=(replace(first, layers=(0, self.model.num_layers)),))
             pipelines.append(pipeline)
         return replace(self, pipelines=tuple(pipelines))
 
     @cached_property
     def fingerprint(self) -> int:
-        """63-bit hash of the canonical JSON without the prediction; ranks compare it before they use the plan."""
+        """63-bit hash of the canonical JSON without the prediction, which ranks compare before they use the plan."""
         content = {key: value for key, value in self.to_dict().items() if key != "predicted"}
         import hashlib  # see `Schedule.fingerprint`
 
@@ -139,7 +142,12 @@ class Plan:
 
     @classmethod
     def of_replicas(cls, schedules: Iterable[Schedule], batch_split: BatchSplit | None = None) -> Plan:
-        """The plan of one-stage pipelines that run these schedules, in global ranks, with batches that may differ."""
+        """Make the plan of replicas that run these schedules.
+
+        Args:
+            schedules: schedules of the replicas, in global ranks.
+            batch_split: batches by replica; None: as many for all as ds_config.json says.
+        """
         stages = [Stage(ranks=schedule.ranks, inner="sequence", schedule=schedule) for schedule in schedules]
         if batch_split is None:
             return cls(pipelines=tuple(Pipeline(stages=(stage,)) for stage in stages))
@@ -174,10 +182,12 @@ class Plan:
 
 
 def _pipeline_to_dict(pipeline: Pipeline) -> JsonDict:
+    """Return the content of a pipeline in a plan file."""
     return {**batches_of(pipeline), "stages": [_stage_to_dict(stage) for stage in pipeline.stages]}
 
 
 def _stage_to_dict(stage: Stage) -> JsonDict:
+    """Return the content of a stage in a plan file; defaults are left out."""
     content: JsonDict = {"ranks": list(stage.ranks)}
     if stage.layers is not None:
         content["layers"] = list(stage.layers)

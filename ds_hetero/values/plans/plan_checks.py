@@ -1,6 +1,6 @@
-"""Rules that a plan keeps: its stages hold every layer once, a rank has one place, and heads can be cut as it says.
+"""Checks of a plan: its stages hold every layer once, a rank is in one stage, and heads can be split as it says.
 
-Plain data; nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ds_hetero.values.plans.stages import BATCH_KEYS, INNER, Pipeline, PlannedMo
 def check_parts(
     pipelines: Sequence[Pipeline], model: PlannedModel | None, seq_len: int | None, zero: ZeroOwners | None
 ) -> None:
-    """Refuse parts of a plan that are not consistent. Raises `PlanError`: it names the field, its values and the rule.
+    """Check the fields of a `ds_hetero.values.plans.Plan`, also against one another.
 
-    The arguments are the fields of a `ds_hetero.values.plans.Plan`.
+    Raises:
+        PlanError: a field is wrong; the message names it, its values and the rule.
     """
     if not pipelines:
         raise PlanError("pipelines is empty; a plan has at least one pipeline.")
@@ -40,8 +41,8 @@ def check_parts(
         _check_pipeline(f"pipelines[{i}]", pipeline, model)
     ranks = sorted(chain.from_iterable(pipeline.ranks for pipeline in pipelines))
     if len(set(ranks)) < len(ranks):
-        twice = sorted({rank for rank, following in pairwise(ranks) if rank == following})
-        raise PlanError(f"ranks {twice} are in more than one stage; a rank has one place at most.")
+        repeated_ranks = sorted({rank for rank, following in pairwise(ranks) if rank == following})
+        raise PlanError(f"ranks {repeated_ranks} are in more than one stage. Give every rank to one stage at most.")
     batch_keys = [set(batches_of(pipeline)) for pipeline in pipelines]
     if any(batch_keys) and any(keys != set(BATCH_KEYS) for keys in batch_keys):
         raise PlanError("micro_batch_size and micro_batches must be given for every pipeline, or for none.")
@@ -50,13 +51,15 @@ def check_parts(
 
 
 def _check_model(model: PlannedModel) -> None:
-    for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS), ("num_kv_heads", MAX_HEADS)):
-        expect_whole_number(f"model.{name}", getattr(model, name), 1, most, PlanError)
+    """Check the numbers of the model."""
+    for name, maximum in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS), ("num_kv_heads", MAX_HEADS)):
+        expect_whole_number(f"model.{name}", getattr(model, name), 1, maximum, PlanError)
     if model.num_heads % model.num_kv_heads:
         raise PlanError(f"model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads}.")
 
 
 def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) -> None:
+    """Check a pipeline's batches, stages and layers; ``where`` is its place in the file."""
     if not pipeline.stages:
         raise PlanError(f"{where}.stages is empty; a pipeline has at least one stage.")
     for key in BATCH_KEYS:
@@ -68,6 +71,7 @@ def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) 
 
 
 def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
+    """Check a stage's ranks, how they share its work, and its schedule."""
     if not stage.ranks or len(set(stage.ranks)) < len(stage.ranks):
         raise PlanError(f"{where}.ranks must name at least one rank, each once, got {shortened(list(stage.ranks))}.")
     if not all(is_whole(rank, 0, MAX_RANKS) for rank in stage.ranks):
@@ -82,8 +86,10 @@ def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
     if (stage.inner == "sequence") != (stage.schedule is not None):
         raise PlanError(f'{where}: a "sequence" stage has a schedule, and no other stage has one.')
     if stage.schedule is not None and sorted(stage.ranks) != list(stage.schedule.ranks):
-        of_schedule, of_stage = shortened(list(stage.schedule.ranks)), shortened(list(stage.ranks))
-        raise PlanError(f"{where}.schedule is of ranks {of_schedule}, the stage of {of_stage}.")
+        schedule_ranks, stage_ranks = shortened(list(stage.schedule.ranks)), shortened(list(stage.ranks))
+        raise PlanError(
+            f"{where}.schedule has ranks {schedule_ranks}, and the stage has ranks {stage_ranks}. Give both the same."
+        )
     if stage.in_flight is not None:
         expect_whole_number(f"{where}.in_flight", stage.in_flight, 1, MAX_BATCH, PlanError)
     if model is not None:
@@ -91,10 +97,11 @@ def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
 
 
 def _check_heads(where: str, stage: Stage, model: PlannedModel) -> None:
+    """Check that a stage can split the model's heads."""
     if stage.inner == "tensor" and model.num_heads % len(stage.ranks):
         raise PlanError(
-            f"{where} cuts {model.num_heads} heads over {len(stage.ranks)} ranks; a tensor-parallel degree divides the "
-            "heads."
+            f"{where} splits {model.num_heads} heads over {len(stage.ranks)} ranks of tensor parallelism. Give it a "
+            "number of ranks that divides the heads."
         )
     schedule = stage.schedule
     if schedule is None:
@@ -102,11 +109,12 @@ def _check_heads(where: str, stage: Stage, model: PlannedModel) -> None:
     if (schedule.num_heads, schedule.num_kv_heads) != (model.num_heads, model.num_kv_heads):
         raise PlanError(
             f"{where}.schedule is for {schedule.num_heads} heads and {schedule.num_kv_heads} KV heads, the model of "
-            f"the plan has {model.num_heads} and {model.num_kv_heads}."
+            f"the plan has {model.num_heads} and {model.num_kv_heads}. Plan again for this model."
         )
 
 
 def _check_layers(where: str, pipeline: Pipeline, model: PlannedModel | None) -> None:
+    """Check that the stages of a pipeline hold every layer once, in order."""
     layers = [stage.layers for stage in pipeline.stages]
     if layers == [None]:
         return
@@ -116,14 +124,20 @@ def _check_layers(where: str, pipeline: Pipeline, model: PlannedModel | None) ->
     consecutive = list(pairwise(cuts))
     has_empty = any(start >= stop for start, stop in consecutive)
     if layers != consecutive or cuts[-1] != model.num_layers or has_empty:
-        shown = [None if interval is None else list(interval) for interval in layers]
+        layer_lists = [None if interval is None else list(interval) for interval in layers]
         raise PlanError(
-            f"{where}: the stages hold layers {shortened(shown)}; they must be consecutive, of at least one layer "
-            f"each, and cover [0, {model.num_layers}) once."
+            f"{where}: the stages hold layers {shortened(layer_lists)}; they must be consecutive, of at least one "
+            f"layer each, and cover [0, {model.num_layers}) once."
         )
 
 
 def _check_zero(zero: ZeroOwners, ranks: set[int], has_stages: bool) -> None:
+    """Check the ZeRO stage and the owners of optimizer state.
+
+    Args:
+        ranks: all ranks of the plan.
+        has_stages: whether a pipeline has several stages.
+    """
     if not is_whole(zero.stage, 0, 3):
         raise PlanError(f"zero.stage must be 0, 1, 2 or 3, got {shortened(zero.stage)}.")
     if zero.stage == 3 and has_stages:

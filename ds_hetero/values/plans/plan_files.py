@@ -1,8 +1,8 @@
-"""Reading of plan files: plans (version 2), lists of replicas and single schedules (version 1).
+"""Reader of plan files: plans (version 2), and lists of replicas or single schedules (version 1).
 
-Files of version 1 are plans of one-stage pipelines. `Plan.to_dict` and `Plan.to_replicas_dict` write what is read here.
+Files of version 1 become plans of one-stage pipelines. `Plan.to_dict` and `Plan.to_replicas_dict` write these files.
 
-Plain data; nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from ds_hetero.values.schedule import Schedule, schedules_for_world
 def read_plan(data: Any, world_size: int | None = None) -> Plan:
     """Read a plan, a list of replicas (version 1) or a schedule (version 1).
 
-    What the file says of its scenario is for reports, and takes no part in the plan.
+    The key ``"scenario"`` is ignored, since only reports use it.
 
     Args:
-        world_size: ranks of the job; a single schedule is repeated over consecutive blocks of ranks. Left out, it
-            stands for one replica.
+        data: content of the file.
+        world_size: number of ranks of the job, over which a single schedule is repeated in consecutive blocks; None:
+            a single schedule is one replica.
 
     Raises:
         ScheduleError: a file of version 1 is wrong, or its schedule cannot be repeated over the job.
@@ -55,8 +56,8 @@ def _read_replicas(data: JsonObject) -> Plan:
     """Read ``{"version": 1, "replicas": [{"schedule", "micro_batch_size", "micro_batches"}, ...]}``."""
     if set(data) != {"version", "replicas"} or not is_whole(data["version"], 1, 1) or not is_list(data["replicas"]):
         raise ScheduleError(
-            'a file of several replicas takes "version": 1 and "replicas": [...], '
-            f"got {shortened(sorted(data, key=str))}."
+            'a plan file of several replicas has two keys, "version": 1 and a list "replicas"; '
+            f"got the keys {shortened(sorted(data, key=str))} and version {shortened(data.get('version'))}."
         )
     if not data["replicas"]:
         raise ScheduleError("replicas is empty; a job has at least one replica.")
@@ -71,7 +72,7 @@ def _read_replicas(data: JsonObject) -> Plan:
     if len(set(ranks)) < len(ranks):
         raise ScheduleError(
             f"the schedules of the replicas hold ranks {shortened([list(schedule.ranks) for schedule in schedules])}; "
-            "a rank is in one replica alone. Give every replica ranks of its own."
+            "a rank can be in one replica only. Give the replicas different ranks."
         )
     batch_keys = [set(replica) & set(BATCH_KEYS) for replica in data["replicas"]]
     if not any(batch_keys):
@@ -82,18 +83,24 @@ def _read_replicas(data: JsonObject) -> Plan:
             )
         return Plan.of_replicas(schedules)
     if any(keys != set(BATCH_KEYS) for keys in batch_keys):
-        raise ScheduleError("micro_batch_size and micro_batches must be given for every replica, or for none.")
+        raise ScheduleError(
+            "micro_batch_size and micro_batches must be given for every replica, or for none; got "
+            f"{shortened([sorted(keys) for keys in batch_keys])}."
+        )
     sizes, counts = (tuple(replica[key] for replica in data["replicas"]) for key in BATCH_KEYS)
     return Plan.of_replicas(schedules, BatchSplit(micro_batch_sizes=sizes, micro_batches=counts))
 
 
 def _read_plan(data: JsonObject) -> Plan:
     """Read a file of version 2."""
-    further = {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
-    expect_object_keys("plan", data, {"version", "pipelines"}, further, PlanError)
+    optional_keys = {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
+    expect_object_keys("plan", data, {"version", "pipelines"}, optional_keys, PlanError)
     if not is_whole(data["version"], VERSION, VERSION):
         version = shortened(data["version"])
-        raise PlanError(f"plan version {version} is unknown; this release reads versions 1 and {VERSION}.")
+        raise PlanError(
+            f"plan version {version} is unknown; this release reads versions 1 and {VERSION}. Plan again with this "
+            "release."
+        )
     model = None
     if "model" in data:
         names = {"num_layers", "num_heads", "num_kv_heads"}
@@ -124,17 +131,23 @@ def _read_plan(data: JsonObject) -> Plan:
 
 
 def _owner_weights(zero: JsonObject) -> tuple[tuple[int, float], ...]:
+    """Read the weights of owners as (rank, weight), ascending."""
     weights = zero.get("owner_weights", {})
     if not isinstance(weights, Mapping) or not all(map(_is_rank, weights)):
-        raise PlanError('zero.owner_weights takes ranks and their weights, such as {"0": 4.0, "4": 1.0}.')
+        raise PlanError(
+            'zero.owner_weights takes ranks and their weights, such as {"0": 4.0, "4": 1.0}, '
+            f"got {shortened(weights)}."
+        )
     return tuple(sorted((int(rank), weight) for rank, weight in weights.items()))
 
 
 def _is_rank(key: Any) -> bool:
+    """Whether a key is the decimal text of a rank."""
     return isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= len(str(MAX_RANKS))
 
 
 def _read_pipeline(where: str, data: Any) -> Pipeline:
+    """Read a pipeline; ``where`` is its place in the file."""
     expect_object_keys(where, data, {"stages"}, set(BATCH_KEYS), PlanError)
     if not is_list(data["stages"]):
         raise PlanError(f"{where}.stages must be a list, got {type(data['stages']).__name__}.")
@@ -143,13 +156,17 @@ def _read_pipeline(where: str, data: Any) -> Pipeline:
 
 
 def _read_stage(where: str, data: Any) -> Stage:
+    """Read a stage; ``where`` is its place in the file."""
     expect_object_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight"}, PlanError)
-    for key, most in (("ranks", MAX_RANKS), ("layers", MAX_LAYERS)):
-        if key in data and not (is_list(data[key]) and all(is_whole(value, 0, most) for value in data[key])):
+    for key, maximum in (("ranks", MAX_RANKS), ("layers", MAX_LAYERS)):
+        if key in data and not (is_list(data[key]) and all(is_whole(value, 0, maximum) for value in data[key])):
             raise PlanError(f"{where}.{key} must be a list of whole numbers >= 0, got {shortened(data[key])}.")
     layers = tuple(data["layers"]) if "layers" in data else None
     if layers is not None and len(layers) != 2:
-        raise PlanError(f"{where}.layers must be [from, to), got {shortened(list(layers))}.")
+        raise PlanError(
+            f"{where}.layers must be [from, to), the first layer and the one after the last, got "
+            f"{shortened(list(layers))}."
+        )
     try:
         schedule = Schedule.from_dict(data["schedule"]) if "schedule" in data else None
     except ScheduleError as error:

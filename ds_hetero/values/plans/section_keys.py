@@ -1,7 +1,7 @@
-"""Effect of every key of the "heterogeneity" section in a stage of pipelines, by how its ranks share the work.
+"""Effect of every key of the "heterogeneity" section on pipeline stages, by how the ranks of a stage share its work.
 
-It is one list. The refusal at the start of a job, the search and the table in docs/pipelines.md read it, and a test
-holds the cost model of stages to it.
+The refusal at the start of a job, the search and the table in docs/pipeline-details.md read this list, and a test
+checks the cost model of stages against it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class SectionKey:
-    """Effect of one key. ``idle``: why, by the kinds of stages in which it has no effect; rank 0 says so."""
+    """Effect of one key on pipeline stages: refused, without effect in some kinds of stages, or else followed.
 
-    refused: str = ""  # why, where it is
+    Args:
+        idle: reason why the key has no effect, by kind of stage (``one``, ``tensor``, ``sequence``); rank 0 logs it.
+    """
+
+    refused: str = ""  # reason why pipelines refuse the key; empty if they do not
     idle: Mapping[str, str] = field(default_factory=dict)
-    off: tuple[Any, ...] = ()  # values with which it asks for nothing
+    off: tuple[Any, ...] = ()  # values of the key that ask for nothing, and so are not refused
 
 
 def _refused(why: str, *off: Any) -> SectionKey:
+    """Return the effect of a key that pipelines refuse for the reason ``why``, unless its value is one of ``off``."""
     return SectionKey(refused=why, off=off)
 
 
@@ -34,6 +39,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "parallel": _FOLLOWED,
     "seq_len": _FOLLOWED,
     "tile_tokens": _FOLLOWED,
+    "keep_attention": _refused("stages compute attention again, and their memory is counted for that", False),
     "attention": SectionKey(
         idle=dict.fromkeys(("one", "tensor"), "such stages compute the attention that the model was built with"),
         off=(None,),

@@ -1,6 +1,6 @@
-"""Parts of a plan: the stages of a pipeline with their ranks and layers, and the numbers of the model.
+"""Parts of a plan: pipelines, stages with their ranks and layers, owners of optimizer state, numbers of the model.
 
-Plain data; nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.values.schedule import Schedule
 
 BATCH_KEYS = ("micro_batch_size", "micro_batches")
-"""Fields of a `Pipeline`, and keys of its files, that say the batch of an optimizer step."""
+"""Fields of a `Pipeline`, and keys in plan files, for the batch of an optimizer step."""
 
 INNER = ("one", "tensor", "sequence")
 """How the ranks of a stage share its work: a single rank; tensor parallelism; a schedule of sequence parallelism."""
@@ -20,7 +20,7 @@ INNER = ("one", "tensor", "sequence")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
-    """The numbers of a model that a plan depends on."""
+    """Numbers of the model that a plan depends on."""
 
     num_layers: int  # decoder layers
     num_heads: int  # query heads
@@ -29,10 +29,10 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroOwners:
-    """Owners of the optimizer state."""
+    """ZeRO stage, and the shares of optimizer state that ranks own."""
 
     stage: int  # ZeRO stage
-    owner_weights: tuple[tuple[int, float], ...] = ()  # (rank, weight), ascending; empty if all own alike
+    owner_weights: tuple[tuple[int, float], ...] = ()  # (rank, weight), ascending; empty: equal shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,41 +40,46 @@ class Stage:
     """Ranks that hold the same layers.
 
     Args:
-        layers: decoder layers ``[from, to)``; None for all layers of a model whose number the plan does not say.
-            The embedding belongs to the stage with layer 0, the last norm and the head to the one with the last layer.
+        layers: decoder layers ``[from, to)``; None for all layers, if the plan does not know their number. The
+            embedding belongs to the stage with layer 0, the last norm and the head to the stage with the last layer.
     """
 
     ranks: tuple[int, ...]  # global ranks, in any order
     layers: tuple[int, int] | None = None
     inner: str = "one"  # one of `INNER`
-    schedule: Schedule | None = None  # of a ``"sequence"`` stage, in global ranks
-    in_flight: int | None = None  # forwards that may run before their backward; None for 1F1B's, stages to the last
+    schedule: Schedule | None = None  # schedule of a ``"sequence"`` stage, in global ranks
+    in_flight: int | None = None  # forwards that may run before their backward; None: as under plain 1F1B
 
     @property
     def num_layers(self) -> int | None:
-        """Layers of the stage; None where the plan does not say."""
+        """Number of layers of the stage; None if the plan does not say."""
         return None if self.layers is None else self.layers[1] - self.layers[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """Stages in order, which hold every layer once."""
+    """Stages in order, which together hold every layer once."""
 
     stages: tuple[Stage, ...]  # first to last
-    micro_batch_size: int | None = None  # samples of one; None where DeepSpeed's configuration says, alike for all
-    micro_batches: int | None = None  # micro-batches per optimizer step; None likewise
+    micro_batch_size: int | None = None  # samples of a micro-batch; None: as ds_config.json says for all pipelines
+    micro_batches: int | None = None  # micro-batches per optimizer step; None: as ds_config.json says
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of all stages, ascending."""
         return tuple(sorted(chain.from_iterable(stage.ranks for stage in self.stages)))
 
+    @property
+    def samples(self) -> int:
+        """Samples of an optimizer step; 0 if the plan gives no batch."""
+        return (self.micro_batch_size or 0) * (self.micro_batches or 0)
+
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose forward may run before their backward on the stage with this index."""
+        """Return how many micro-batches the stage with this index may have in flight, by default as under 1F1B."""
         in_flight = self.stages[stage].in_flight
         return len(self.stages) - stage if in_flight is None else in_flight
 
 
 def batches_of(pipeline: Pipeline) -> JsonDict:
-    """Return the batch of a pipeline by `BATCH_KEYS`, as files have it; empty where the plan says none."""
+    """Return the batch of a pipeline by `BATCH_KEYS`, as in plan files; empty if the plan gives none."""
     return {key: getattr(pipeline, key) for key in BATCH_KEYS if getattr(pipeline, key) is not None}

@@ -14,7 +14,7 @@ from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forw
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.selftest.attention_case import Case, largest_error
+from ds_hetero.selftest.attention_case import AttentionCase, largest_error
 from ds_hetero.selftest.uneven_schedules import uneven_schedules
 from ds_hetero.values.plans import Plan
 from tests.support import run_ranks
@@ -52,8 +52,8 @@ def _check(rank: int, name: str) -> None:
     replica = make_replica(Plan.of_replicas([uneven_schedules(3)[name]]))
     all_at_once = AttentionSpec(kernel, window=19, softcap=1.5)
     cases = {
-        "window, soft cap, sinks": Case(all_at_once, torch.float32, HEAD_DIM, with_sinks=True),
-        "documents": Case(AttentionSpec(kernel), torch.float32, HEAD_DIM, documents=((0, 11), (11, 41))),
+        "window, soft cap, sinks": AttentionCase(all_at_once, torch.float32, HEAD_DIM, with_sinks=True),
+        "documents": AttentionCase(AttentionSpec(kernel), torch.float32, HEAD_DIM, documents=((0, 11), (11, 41))),
     }
     for feature, case in cases.items():
         error = largest_error(case, replica, LENGTH, torch.device("cpu"))
@@ -78,7 +78,7 @@ def _train(rank: int) -> tuple[str | None, float]:
     schedule = uneven_schedules(3)["sub-rings"].to_dict()
     handle = ds_hetero.register()
     section = {"schedule": schedule, "attention": ["triton", "torch", None], "verify": "off"}
-    prepared = handle.registry.prepare(model, {"heterogeneity": section}, {})
+    trained = handle.registry.prepare(model, {"heterogeneity": section}, {})
     (shard,) = handle.dataloader([batch])
     handle.loss(model(**{**shard, "labels": shard["shift_labels"]}), shard).backward()
     errors = []
@@ -87,4 +87,4 @@ def _train(rank: int) -> tuple[str | None, float]:
         torch.distributed.all_reduce(parameter.grad)
         errors.append(float((parameter.grad / 3 - expected.grad).norm() / expected.grad.norm()))
     handle.undo()
-    return prepared.model.kernel, max(errors)
+    return trained.kernel, max(errors)

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import BatchError, PeerError
-from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.runtime.data.loader import ShardedLoader
+from ds_hetero.runtime.data.random_states import process_states, set_process_states
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.placement import stream_placement

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.data.epochs import process_states, set_process_states
+from ds_hetero.runtime.data.random_states import process_states, set_process_states
 from ds_hetero.runtime.data.sample_loader import SampleLoader
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.plans import BatchSplit, Plan

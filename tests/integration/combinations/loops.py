@@ -333,7 +333,7 @@ def _cluster(world_size: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def _scripted_replanning(schedule: dict[str, Any]) -> Iterator[None]:
     """Let re-planning change to a schedule after the second step, whatever the speeds are."""
-    from ds_hetero.engine import registry
+    from ds_hetero.engine import monitoring
     from ds_hetero.job import monitor
     from ds_hetero.job.replanning import ScheduleChange
     from ds_hetero.values.schedule import Schedule
@@ -353,9 +353,9 @@ def _scripted_replanning(schedule: dict[str, Any]) -> Iterator[None]:
         def predicted_gain(self, plan: Any, seen: Any) -> None:
             return None
 
-    stock = registry.ScheduleSearch, monitor.WARM_UP
-    registry.ScheduleSearch, monitor.WARM_UP = Scripted, 0  # type: ignore[assignment, misc]
+    stock = monitoring.ScheduleSearch, monitor.WARM_UP_STEPS
+    monitoring.ScheduleSearch, monitor.WARM_UP_STEPS = Scripted, 0  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        registry.ScheduleSearch, monitor.WARM_UP = stock  # type: ignore[misc]
+        monitoring.ScheduleSearch, monitor.WARM_UP_STEPS = stock  # type: ignore[misc]

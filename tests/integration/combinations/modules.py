@@ -28,7 +28,7 @@ CHANGES = (
     "scalar parameter",
     "hook on gradients",
 )
-# Which modules are called hangs on a rank's tokens, and ZeRO-3 waits for ever: docs/failures.md, Known defects.
+# Which modules are called hangs on a rank's tokens, and ZeRO-3 waits for ever: docs/limits.md, Known defects.
 CALLED_BY_TOKENS = ("skipped experts", "rare parameters")
 COUNT_FORWARDS = ("buffer that counts", "task heads")
 # On ZeRO a gradient that nobody has is zero, and None on one process: those of an optimizer with state differ.

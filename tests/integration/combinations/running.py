@@ -96,6 +96,12 @@ def outcomes_of(
     return dict(sorted(outcomes.items()))
 
 
+def outcomes_by_name(jobs: Mapping[str, Job]) -> dict[str, Outcome]:
+    """Return the outcomes of these jobs, which share starts of ranks, by name."""
+    by_number = outcomes_of(dict(enumerate(jobs.values())))
+    return dict(zip(jobs, by_number.values(), strict=True))
+
+
 def _outcomes_of_start(jobs: Mapping[int, Job], timeout_s: float) -> dict[int, Outcome]:
     """Of draws that go with each other into one start of ranks."""
     references = _run_references(jobs, timeout_s)

@@ -23,6 +23,7 @@ from tests.integration.trainer.test_trainer import logged, make_trainer
 ORDERS = ("sequential", "random", "group_by_length", "own sampler", "stream", "distributed over all ranks")
 # What the Trainer computes the loss by; "compute_loss" pops the labels and takes the logits, as in its documentation.
 LOSSES = ("model", "model", "smoothing", "function", "loss_function", "term", "compute_loss")
+_OF_WHOLE_BATCHES = ("smoothing", "function", "compute_loss")  # which all ranks of a replica have to hold
 TAKES_ITEMS = ("yes", "yes", "accepts_loss_kwargs = False", "no **kwargs")
 MODULES = ("", "", "", "zero mixer", "skipped experts", "rare parameters", "frozen layer", "gate", "buffer that counts")
 # adagrad and rmsprop come with a denominator of 1e-10 and 1e-8: steps by the sign of the gradient.
@@ -153,6 +154,8 @@ def draw(rng: random.Random) -> TrainerJob:
     # Rows of unlike lengths are padded by replica, and not as on one process.
     order = rng.choice(ORDERS if replicas == 1 else ORDERS[:4] if batch else ("sequential", "random", "own sampler"))
     loss = rng.choice(LOSSES)
+    while order == "distributed over all ranks" and loss in _OF_WHOLE_BATCHES:
+        loss = rng.choice(LOSSES)
     accumulated = rng.choice([1, 2, 2])
     varies = order == "group_by_length" or ((replicas == 1 or bool(batch)) and rng.random() < 0.6)
     changes = [change for change in MODULES if not batch or change in ("", "frozen layer", "gate")]

@@ -124,7 +124,7 @@ class UnequalJob:
         return Trained(told if self._losses_are_known else [], norms, snapshot(model), start, numbers)
 
     def _loss_of_step(self, model: Any, batch: dict[str, Tensor], step: int) -> Tensor:
-        """Of all samples of a step, by the rules of docs/unequal-batches.md, "Accumulation".
+        """Of all samples of a step, by the rules of docs/unequal-losses.md, "Accumulation".
 
         A mean over samples or tokens, which the first batch shows, is one over those of the step; any other is averaged
         over the micro-batches.
@@ -169,7 +169,7 @@ class UnequalJob:
                 engine.backward(loss)
                 engine.step()
                 # One that fills a step up is a copy of the batch before, and counts nothing.
-                is_filler = not handle.registry.find(model).model.batches.latest.counts.sample_mean
+                is_filler = not handle.registry.find(model).batches.order.latest.counts.sample_mean
                 own = 0.0 if is_filler else _weight(self, batch)
                 if own:  # a mean over nothing is NaN
                     total, weight = total + own * float(loss.detach()), weight + own
@@ -215,7 +215,7 @@ def draw(rng: random.Random) -> UnequalJob:
     if len({*batch}) == 1:
         batch = (batch[0] + 1, *batch[1:])
     module = rng.choice(MODULES)
-    # On ZeRO-3 ranks that call other heads wait for each other: docs/failures.md, Known defects.
+    # On ZeRO-3 ranks that call other heads wait for each other: docs/limits.md, Known defects.
     stage = rng.randrange(3 if module == "multi task" else 4)
     recipes = optimizers.STATELESS if module == "multi task" else optimizers.IN_FP32
     accumulated = rng.choice([1, 1, 2])

@@ -46,7 +46,7 @@ def _check(rank, stage):
     import deepspeed
 
     from ds_hetero.elastic.content import Content, read_content
-    from ds_hetero.elastic.node.keeper import Keeper
+    from ds_hetero.elastic.node.node_server import NodeServer
     from ds_hetero.elastic.node.place import NodePlace
     from ds_hetero.elastic.node.rounds import RoundRules
     from ds_hetero.elastic.resume import SavesInMemory
@@ -67,7 +67,7 @@ def _check(rank, stage):
     with tempfile.TemporaryDirectory() as folder:
         place = NodePlace(job="job", node=f"n{rank}", folder=Path(folder) / "node")
         place.make()
-        worker, end = _worker(Worker, Keeper, RoundRules, place, rank)
+        worker, end = _worker(Worker, NodeServer, RoundRules, place, rank)
         section = SimpleNamespace(
             elastic=SimpleNamespace(every_steps=1, copies=0, notice_s=25, min_ranks=None, memory_gib=None)
         )
@@ -75,13 +75,13 @@ def _check(rank, stage):
         job._say = lambda *_, **__: None
         state = _State()
         job.go_on({"state": state}, SavesInMemory(None, {}))
-        stock = Content.write_held
+        stock = Content.write_deferred
 
         def late(content, room):
             time.sleep(0.1)  # as a thread that gets no core
             return stock(content, room)
 
-        Content.write_held = late
+        Content.write_deferred = late
         batch = torch.arange(32)[None]
         expected = {}
         for step in range(1, STEPS + 1):
@@ -101,7 +101,7 @@ def _check(rank, stage):
                     for one in saved_tensors(parts):
                         one.mul_(1.5) if one.is_floating_point() else None
         job.snapshots.wait()
-        Content.write_held = stock
+        Content.write_deferred = stock
         saved = {}
         for path in sorted(place.folder.glob("*.seg")):
             header = read_header(path)
@@ -119,23 +119,23 @@ def _check(rank, stage):
             assert torch.equal(one, other), step
 
 
-def _worker(kind, keeper_kind, rules_kind, place, rank):
+def _worker(kind, node_server_kind, rules_kind, place, rank):
     import os
     import socket
     import threading
 
     os.environ["DS_HETERO_ELASTIC_TOKEN"] = "t" * 32
     worker = kind(place=place, agent=place.node, local_rank=0, round_number=1)
-    keeper = keeper_kind(place, worker.token, rules_kind())
+    node_server = node_server_kind(place, worker.token, rules_kind())
     listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=keeper.serve, args=(listener,), daemon=True)
+    thread = threading.Thread(target=node_server.serve, args=(listener,), daemon=True)
     thread.start()
     host, port = listener.getsockname()
-    place.write("keeper.json", {"host": host, "port": port, "pid": os.getpid()})
-    place.write(f"meeting-{place.node}.json", {"host": host, "port": port})
+    place.write("node_server.json", {"host": host, "port": port, "pid": os.getpid()})
+    place.write(f"rendezvous-{place.node}.json", {"host": host, "port": port})
 
     def end():
-        keeper.has_ended.set()
+        node_server.has_ended.set()
         thread.join(5)
         listener.close()
         del os.environ["DS_HETERO_ELASTIC_TOKEN"]

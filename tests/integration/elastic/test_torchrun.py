@@ -47,7 +47,7 @@ def test_workers_of_two_nodes_go_on_after_a_kill_and_nothing_is_left_at_the_end(
         assert {e["world_size"] for e in cluster.events() if e["event"] == "ready"} == {2}, logs
         assert line["steps_missing"] == 0 and line["lost_steps"] <= 2 * EVERY - 1, line
         assert line["loss_difference"] < 1e-6 and line["parameter_difference"] < 1e-7, line
-        assert not any(node.place.folder.exists() for node in cluster.nodes), "keepers end, and free their memory"
+        assert not any(node.place.folder.exists() for node in cluster.nodes), "node servers end, and free their memory"
     finally:
         for agent in agents:
             agent.kill()

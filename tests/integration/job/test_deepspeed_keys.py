@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from packaging.version import Version
 
+from ds_hetero.engine.surface import read_record
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed import keys
-from ds_hetero.frameworks.deepspeed.keys import FAULTS, KEYS, expect_supported_keys, key_of, unknown_keys
+from ds_hetero.frameworks.deepspeed.keys import FAULTS, KEYS, ReleaseFault, expect_supported_keys, key_of, unknown_keys
 from tests.integration.tiny import UNEVEN_2, assert_same_parameters, batches, ds_config, llama, parameters
 from tests.support import run_deepspeed
 
@@ -230,22 +232,25 @@ def test_a_key_that_nobody_knows_is_named_with_what_it_may_mean() -> None:
     expect_supported_keys(config)
 
 
-@pytest.mark.parametrize("why", FAULTS)
-def test_what_an_older_release_computes_wrongly_is_refused_there_alone(
-    why: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.why)
+def test_what_a_release_computes_wrongly_is_refused_there_alone(
+    fault: ReleaseFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: dict[str, Any] = {"heterogeneity": {}}
-    for path, values in FAULTS[why].items():
+    for path, values in fault.settings.items():
         part = config
         *sections, name = path.split(".")
         for section in sections:
             part = part.setdefault(section, {})
         part[name] = values[0]
-    monkeypatch.setattr(keys, "release_of", lambda name: "0.18.9")
-    with pytest.raises(ConfigError, match=re.escape(f"with DeepSpeed 0.18.9 {why}. Install deepspeed>=0.19.8,<0.20")):
-        expect_supported_keys(config)
-    monkeypatch.setattr(keys, "release_of", lambda name: "0.19.8")
-    expect_supported_keys(config)
+    for release, surface in read_record()["deepspeed"].items():
+        # As the installed release would say it.
+        monkeypatch.setattr(keys, "digest_of", lambda name, surface=surface: surface[name].rpartition(" ")[2])
+        if Version(release) >= Version(fault.since):
+            expect_supported_keys(config)
+        else:
+            with pytest.raises(ConfigError, match=rf"{re.escape(fault.why)}. Install deepspeed>={fault.since}"):
+                expect_supported_keys(config)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -85,11 +85,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 WEIGHTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other number of weights": ({"zero_partition": [1, 2, 3]}, {}, "lists 3 weights"),
-    "no ZeRO": ({"zero_partition": [1, 2]}, {"zero_optimization": {"stage": 0}}, "nothing to partition without ZeRO"),
+    "no ZeRO": ({"zero_partition": [1, 2]}, {"zero_optimization": {"stage": 0}}, "needs ZeRO, but"),
     "Muon": (
         {"zero_partition": [1, 2]},
         {"optimizer": {"type": "Muon"}},
-        "an optimizer that nobody has held",
+        "this optimizer was never compared",
     ),
     "rank without weight": ({"zero_partition": [0, 2]}, {"zero_optimization": {"stage": 3}}, "rank 0 a weight of 0"),
 }

@@ -187,9 +187,7 @@ def _break_a_rule(rank: int) -> None:
 
 def test_what_one_rank_alone_breaks_is_shown_by_it() -> None:
     ends = run_to_the_end(_break_a_rule_alone, 2)
-    assert (
-        "ds_hetero.errors.PeerError: rank 1 has ended with ds_hetero.errors.ScheduleError: too odd." in ends[0].output
-    )
+    assert "ds_hetero.errors.PeerError: rank 1 has ended with ds_hetero.errors.ScheduleError: too odd" in ends[0].output
     assert ends[1].output.strip().splitlines()[-1].endswith("ds_hetero.errors.ScheduleError: too odd")
 
 

@@ -42,7 +42,7 @@ def test_an_empty_section_measures_plans_and_trains_as_one_process(
             assert_same_parameters(ours, trained)
         told = capfd.readouterr().out
         assert told.count(f"2 ranks, {start}") == told.count("ds_hetero: the schedule") == 1
-        assert told.count("predicted: ") == told.count("bottleneck: ") == told.count("bound: ") == 1
+        assert told.count("predicted: ") == told.count("bottleneck: ") == 1
         assert told.count("ds_hetero: per step, median of ") == 1
         assert "[rank 1] ds_hetero" not in told
         seen.append([path.name for path in (tmp_path / "ds_hetero").iterdir()])
@@ -100,10 +100,10 @@ def _train_planned(rank: int) -> Any:
         assert len(tokens) == size and sum(tokens.values()) == 8192
         fast, slow = [tokens[r] for r in tokens if r % 2 == 0], [tokens[r] for r in tokens if r % 2]
         assert min(fast) > 2 * max(slow)
-        prepared = handle.registry.find(model)
-        assert prepared.model.kernel is None
+        trained = handle.registry.find(model)
+        assert trained.kernel is None
         found.append(handle.schedule.shifted(0).to_json())
-        workload = workload_of(prepared.start.facts, 4 // size, on_host=False)
+        workload = workload_of(trained.start.facts, 4 // size, on_host=False)
         assert (workload.zero_stage, workload.micro_batch, workload.micro_batches, workload.data_parallel) == (
             1,
             2,
@@ -165,29 +165,27 @@ def _prepare(rank: int) -> None:
 def test_what_cannot_be_planned_is_refused_alike_on_every_rank() -> None:
     told = run_deepspeed(_collect_errors, 2)
     assert told[0] == told[1]
-    memory, window, mismatch, unknown = told[0]
+    memory, layers, mismatch, unknown = told[0]
     assert memory[0] == "PlanError" and "GiB too much" in memory[1] and '"heterogeneity.seq_len"' in memory[1]
-    assert window[0] == "ModelError" and "a window cannot be planned" in window[1] and '"proportional"' in window[1]
+    assert layers[0] == "ModelError" and "hrm_text cannot be planned" in layers[1] and '"proportional"' in layers[1]
     assert mismatch[0] == "ConfigError" and "describes 3 devices, the job has 2 processes" in mismatch[1]
     assert unknown[0] == "ClusterError" and "'H1000' is not known" in unknown[1]
 
 
 def _collect_errors(rank: int) -> list[tuple[str, str]]:
     import deepspeed
-    from transformers import MistralConfig, MistralForCausalLM
+    from transformers import HrmTextConfig, HrmTextForCausalLM
 
     import ds_hetero
     from ds_hetero.errors import HeteroError
 
     ds_hetero.register()
     sizes = {name: getattr(llama().config, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
-    windowed = MistralForCausalLM(
-        MistralConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, sliding_window=16)
-    )
+    in_cycles = HrmTextForCausalLM(HrmTextConfig(**sizes, num_layers_per_stack=1, num_attention_heads=4, head_dim=8))
     told = []
     for model, described in (
         (llama(), cluster(2, 1, memory_gib=0.0001)),
-        (windowed, cluster(2, 1)),
+        (in_cycles, cluster(2, 1)),
         (llama(), cluster(2, 1, 1)),
         (llama(), {"nodes": [{"name": "a", "device": "H1000", "count": 2}]}),
     ):

@@ -65,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, network: Network) -> Path:
     (folder / "cluster.yaml").write_text(CLUSTER)
     plan = folder / "plan.json"
     words = ["--cluster", folder / "cluster.yaml", "--model", "llama-3.2-1b", "--seq-len", "16384", "--out", plan]
+    words += ["--parallel", "sequence", "--zero-stage", "3"]
     _cli("plan", *words)
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"num_heads": 10, "num_kv_heads": 5} | SCHEDULE))
     config = {

@@ -36,7 +36,7 @@ def test_a_launcher_writes_one_cluster_file_with_measurements(launcher: str, tmp
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("2 ranks on 1 nodes measured in ") == 1
+    assert run.stdout.count("2 ranks on 1 node measured in ") == 1
     assert run.stderr.count("measuring ") == 1  # one bar, of rank 0
     cluster = load_cluster(out)
     assert cluster.num_ranks == 2 and cluster.devices[0].peak_flops_per_s > 1e8

@@ -113,7 +113,9 @@ def _stock_runs(rank: int) -> None:
     adapter = UlyssesSPDataLoaderAdapter(whole, rank, group, 2, "cpu")
     assert type(adapter) is UlyssesSPDataLoaderAdapter and len(adapter) == 2
     engine(**next(iter(adapter)))
-    assert next(iter(handle.dataloader(whole)))["input_ids"].shape == (2, 8)
+    loader = handle.elastic(handle.dataloader(whole))
+    read = [batch["input_ids"].shape for _ in loader.epochs(2) for batch in loader]
+    assert read == [(2, 8), (2, 8)] and loader.epoch == 2 and loader.resumed_step is None
 
     # A head count that stock cannot divide is told as before, one call later.
     parallel_state_sp._release_sequence_parallel_groups()
@@ -310,11 +312,60 @@ def test_a_version_outside_the_range_or_a_missing_name_is_refused() -> None:
     from ds_hetero.engine.patching import expect_package
     from ds_hetero.errors import VersionError
 
-    expect_package("torch", ">=2", ["torch:nn.Linear.forward"])
+    assert expect_package("torch", ">=2", ["torch:nn.Linear.forward"]) == ()
     with pytest.raises(VersionError, match=r"torch 2\S* is not a version that works. Install torch<2."):
         expect_package("torch", "<2", [])
-    with pytest.raises(VersionError, match=r"does not have torch:nn.Nothing, no_such:thing, which ds_hetero builds on"):
+    with pytest.raises(VersionError, match=r"does not have torch:nn.Nothing, no_such:thing, which ds_hetero uses"):
         expect_package("torch", ">=2", ["torch:nn.Nothing", "no_such:thing"])
+
+
+def test_a_release_that_nobody_tried_trains_if_its_surface_is_known_and_is_announced() -> None:
+    (printed,) = run_deepspeed(_train_with_unknown_releases, 1)
+    assert "not tested with this release of ds_hetero: deepspeed 999.0" in printed[0]
+    assert "were not tried" not in printed[0]
+    assert "It builds on functions that were not tried as they are here: deepspeed.runtime.engine:" in printed[1]
+    assert "deepspeed 999.0 was not tried, and differs from" in printed[2]
+    assert "DeepSpeedEngine.backward: (self, when) -> (self, loss" in printed[2]
+
+
+def _train_with_unknown_releases(rank: int) -> list[str]:
+    """What a job says under numbers that are not on record: a known surface, another body, another signature."""
+    import contextlib
+    import io
+    from importlib.metadata import version
+
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.common import extras
+    from ds_hetero.engine import patching, surface
+    from ds_hetero.errors import VersionError
+
+    name, release = "deepspeed.runtime.engine:DeepSpeedEngine.backward", version("deepspeed")
+    record = surface.read_record()
+    record["deepspeed"] = {release: record["deepspeed"][release]}
+    state = record["deepspeed"][release][name]
+    surface.read_record = lambda: record
+    patching.version = extras.release_of = lambda package: "999.0" if package == "deepspeed" else version(package)
+    printed = []
+    for changed in (state, surface.signature_of(state) + " another", "(self, when) another"):
+        record["deepspeed"][release][name] = changed
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                handle = ds_hetero.register()
+                model = llama()
+                engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=ds_config(1, "ulysses"))
+                for batch in handle.dataloader(batches(1)):
+                    engine.backward(engine(**batch).loss)
+                    engine.step()
+                assert engine.global_steps == 1
+                engine.destroy()
+                handle.undo()
+        except VersionError as error:
+            output.write(str(error))
+        printed.append(output.getvalue())
+    return printed
 
 
 def test_a_loader_wrapped_before_the_configuration_is_known_is_refused_or_works_with_register_config() -> None:

@@ -21,7 +21,10 @@ import torch
 from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama, parameters, train_on_one_process
 from tests.support import run_deepspeed
 
-pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.measured,
+]  # it waits in real time for what other work on the cores would delay
 
 LENGTH, STEPS, MORE_STEPS, SLOW_FROM = 96, 27, 2, 6
 PAIRS_PER_S, TOKENS_PER_S = 0.7e6, 0.4e4  # of a rank of speed 1, in one layer

@@ -255,7 +255,7 @@ def _selftest_that_hangs(rank: int, file: str) -> None:
     run.CHECKS.clear()
     run.CHECKS.update(known=lambda session: [Line("known", "pass")], hangs=hang)
     options = {"quick": True, "measure": False, "out": None, "as_json": None, "with_host_names": False}
-    run.run(run.Options(limit_s=2.0, hears=hear, **options))  # type: ignore[arg-type]
+    run.run(run.Options(limit_s=2.0, on_line=hear, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     codes = run_deepspeed(_selftest, 2, str(tmp_path), ["--timeout-s", "3"], env={"WORLD_SIZE": "3"})
     assert codes == [1, 1]
     (line,) = json.loads((tmp_path / "report.json").read_text())["lines"]
-    assert "rank 2 did not come to the start within 3 s" in line["detail"]
+    assert "rank 2 did not answer within 3 s (the start)" in line["detail"]
 
 
 def test_cpus_among_gpus_are_refused() -> None:

@@ -25,20 +25,20 @@ def _lines_of(rank: int, checks: Sequence[str], fault: str = "") -> list[Line]:
     """Lines of this rank of some checks, where rank 1 has the fault."""
     from ds_hetero.selftest import run
     from ds_hetero.selftest.call_watch import CallWatch
-    from ds_hetero.selftest.meeting import meet
     from ds_hetero.selftest.session import Session
+    from ds_hetero.selftest.store_connection import connect_to_store
 
     limit_s = 3.0 if fault in SHORT else 60.0
-    meeting, aside = meet(60.0)
+    connection, aside = connect_to_store(60.0)
     device = torch.device("cpu")
     watch = CallWatch(aside, device, limit_s, lambda failure, standing: print(failure, standing))
-    run._make_process_group(meeting, device, 60.0)
+    run._make_process_group(connection, device, 60.0)
     session = Session(
         rank=rank,
-        size=meeting.size,
+        size=connection.size,
         device=device,
         watch=watch,
-        nodes=(tuple(range(meeting.size)),),
+        nodes=(tuple(range(connection.size)),),
         quick=True,
         trained_dtype=torch.bfloat16,
     )
@@ -117,11 +117,11 @@ def _lost_node(patch: Patch) -> None:
     """What other nodes have added up does not come home."""
     from ds_hetero.frameworks.deepspeed.zero import nodes
 
-    patch.setattr(nodes, "write", lambda arrived, targets: None)
+    patch.setattr(nodes, "copy_into", lambda targets, arrived: None)
 
 
 def _stale_activations(patch: Patch) -> None:
-    from ds_hetero.runtime.pipeline.hops import Receiving
+    from ds_hetero.runtime.pipeline.stage_transfers import Receiving
 
     _scaled(patch, Receiving, "wait")
 

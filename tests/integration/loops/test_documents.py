@@ -223,13 +223,13 @@ def _placements_of_checks() -> list[Any]:
     """The placements of the pieces that the model is checked with from now on."""
     from ds_hetero.frameworks.transformers.self_check import runs
 
-    placements, place = [], runs._placed
+    placements, place = [], runs._place_piece
 
     def placed(*piece: Any) -> Any:
         placements.append(place(*piece).placement)
         return place(*piece)
 
-    runs._placed = placed
+    runs._place_piece = placed
     return placements
 
 
@@ -273,9 +273,9 @@ def _lose_marks(rank: int) -> None:
     assert torch.equal(model(**_without_boundaries(drawn[2])).logits, expected[2])
     with pytest.raises(BatchError, match="by the documents in its cu_seq_lens_q"):
         model(**_without_boundaries(placed))
-    placer = handle.registry.latest.model
+    placement = handle.registry.latest.sequences.placement
     if rank:
-        placer.place_documents(_Otherwise(placer.placer))
+        placement.use(_Otherwise(placement.placer))
     with pytest.raises(BatchError, match=r"must be given the same batch, but by rank placement is"):
         next(iter(handle.dataloader(whole(), batches="same")))
     with pytest.raises(BatchError, match="otherwise than the rank that holds it"):

@@ -114,10 +114,11 @@ def _check_evaluation(rank: int, stage: int, schedule: Any, kind: str) -> None:
 
 def _state_of_training(handle: Any) -> tuple[Any, ...]:
     """What an evaluation is to leave as it is: batches of the step, its tokens, random numbers, losses."""
-    model = handle._prepared.model
+    model = handle._trained.sequences
     step = model.clock._step
     random = torch.get_rng_state().numpy().tobytes()
-    return id(model.latest_positions), step.tokens, step.length, random, model._has_scaled_loss, len(model._observers)
+    losses = model.losses
+    return id(losses.latest_positions), step.tokens, step.length, random, losses._is_scaled, len(model._observers)
 
 
 def adam_of_trained(model: Any) -> Any:

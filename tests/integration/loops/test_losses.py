@@ -86,7 +86,7 @@ def _train(rank: int, schedule: Any, stage: int, reduce_scatter: bool) -> Any:
         if convention == "handle":
             loss = handle.loss(engine(**batch), batch)
         else:
-            handle.registry.find(model).model.declare_loss(convention)  # as "loss" in the section declares it
+            handle.registry.find(model).sequences.losses.declare(convention)  # as "loss" in the section declares it
             loss = _loss(engine(**batch).logits, batch["shift_labels"], convention, handle.replica)
         engine.backward(loss)
         engine.step()

@@ -76,7 +76,7 @@ def test_a_term_of_a_rank_is_refused() -> None:
     assert all(other == first for other in others)
     of_logits, of_parameters, scalar, shape = first
     for text in (of_logits, of_parameters):
-        assert "the engine's plus a term computed from this rank's shard" in text and "handle.mean(per_token" in text
+        assert "a part computed from this rank's shard, which is not" in text and "handle.mean(per_token" in text
     assert "handle.mean takes a scalar that is the same on all ranks" in scalar
     assert "handle.mean takes one value per token of the shard" in shape
 
@@ -109,10 +109,12 @@ def _add_terms(rank: int) -> list[str]:
 def test_a_small_term_of_a_rank_beside_the_recipe_is_refused() -> None:
     first, second = run_deepspeed(_add_to_recipe, 2)
     assert first == second
-    assert "the loss given to backward differs between the ranks of a replica" in first
+    local_term, weighed_term = first
+    assert "the loss given to backward differs between the ranks of a replica" in local_term
+    assert "handle.loss or handle.mean" in weighed_term and "Take the loss itself from handle.loss" in weighed_term
 
 
-def _add_to_recipe(rank: int) -> str:
+def _add_to_recipe(rank: int) -> list[str]:
     import deepspeed
 
     import ds_hetero
@@ -128,7 +130,10 @@ def _add_to_recipe(rank: int) -> str:
     engine.zero_grad()
     engine.backward(recipe(engine, batch) + 1e-2 * model.lm_head.weight.square().sum())  # the same on all ranks
     engine.step()
-    return str(caught.value)
+    outputs = engine(**batch)
+    with pytest.raises(ConfigError) as mixed:
+        engine.backward(recipe(engine, batch) + 1e-2 * handle.mean(_z(outputs.logits), batch))
+    return [str(caught.value), str(mixed.value)]
 
 
 def test_replicas_with_their_own_batches_need_the_number_of_items() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.planted.controls import Penalties, Quarter, TwoForwards
 from benchmarks.planted.job import Job, Trace, run_on_ranks
-from benchmarks.planted.known import MeanOfMeans
-from benchmarks.planted.own import (
+from benchmarks.planted.reported import MeanOfMeans
+from benchmarks.planted.unforeseen import (
     AutocastOnOneRank,
     BackwardOfPartsLater,
     BufferFollows,

@@ -86,7 +86,7 @@ def test_several_backwards_for_one_step_are_exact_or_refused() -> None:
     assert messages[0] == messages[1]
     for stage, message in zip((1, 2), messages[0], strict=True):
         assert "a second backward without engine.step() between: with gradient_accumulation_steps=1" in message
-        assert f"on ZeRO stage {stage} the second would put its own in their place. Add the losses" in message
+        assert f"on ZeRO stage {stage} the second would write its own over them. Add the losses" in message
 
 
 def _several_backwards(rank: int) -> list[str]:

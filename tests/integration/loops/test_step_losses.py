@@ -144,6 +144,16 @@ def _mean_of_means_of_few(total: Tensor, count: Tensor) -> Tensor:
     return all_reduce(total / count.clamp(min=1)) / dist.get_world_size()
 
 
+def _stacked_means_of_few(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
+    """The average of the ranks' means weighted by class, made of a stack; rank 0 has no label."""
+    labels = batch["shift_labels"].clone()
+    if dist.get_rank() == 0:
+        labels[:] = -100
+    total = _ce(outputs.logits, labels, weight=torch.linspace(0.5, 2, 64), reduction="sum")
+    means = all_reduce(torch.stack([total / labels.ne(-100).sum().clamp(min=1)]))
+    return means[0] / dist.get_world_size()
+
+
 def _by_sequence(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
     """The mean over sequences of the mean over the labels of each, as of a loss by sample."""
     labels = batch["shift_labels"]
@@ -184,6 +194,7 @@ WRONG = {
     ),
     "penalty over tokens without labels": Case(_penalty_over_all_tokens, 0, "weighs the sums of ranks"),
     "average of means of which one is empty": Case(_of_few(_mean_of_means_of_few), 0, "weighs the sums of ranks"),
+    "average of stacked means of which one is empty": Case(_stacked_means_of_few, 0, "weighs the sums of ranks"),
     "in the second micro-batch": Case(_later(_mean_of_means), 1, "weighs labels by rank", accumulation=2),
 }
 RIGHT = {

@@ -255,7 +255,7 @@ CASES: dict[str, Case] = {
     ),
     "shares of the batch": Case(
         lambda h, s, b, n, t: (_squares(s, b).mean(1) * (b["weight"] / b["weight"].sum())).sum(),
-        refused=("normalized them over its own", 0),
+        refused=("normalized the weights over its own", 0),
     ),
     "shares of the module": Case(
         lambda h, s, b, n, t: _squares(s, b).mean(1) @ (b["weight"] / b["weight"].sum()),
@@ -280,7 +280,7 @@ CASES: dict[str, Case] = {
     "running mean, loss of the loop": Case(
         MSE, hidden=lambda n, h, t: _running(n, h), refused=("computes a sample otherwise", 0)
     ),
-    "a buffer that follows": Case(MSE, hidden=lambda n, h, t: _follows(n, h), refused=("changes its buffer mean", 0)),
+    "a buffer that follows": Case(MSE, hidden=lambda n, h, t: _follows(n, h), refused=("updates its buffer mean", 0)),
     "batch_norm": Case(
         MSE,
         hidden=lambda n, h, t: F.batch_norm(h, n.mean, n.variance, training=n.training),
@@ -324,7 +324,7 @@ CASES: dict[str, Case] = {
         section=(("checks", {"compare_every": "always"}),),
     ),
     "running statistics of instances": Case(
-        MSE, hidden=lambda n, h, t: _instance(n, h), refused=("changes its buffer seen.running_mean", 0)
+        MSE, hidden=lambda n, h, t: _instance(n, h), refused=("updates its buffer seen.running_mean", 0)
     ),
 }
 

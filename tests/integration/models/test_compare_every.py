@@ -162,7 +162,7 @@ def _repeat_by_cost(rank: int) -> list[int]:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(1, UNEVEN_2))
-    pace = handle.registry.find(model).model.pace
+    pace = handle.registry.find(model).sequences.pace
     measured = pace.numbers
     # Rank 1 measures the more expensive comparisons; which counts on both.
     pace.numbers = lambda: [0.05 * rank + 0.009 if measured() and compared else 0.0, 0.0]

@@ -39,7 +39,7 @@ def test_a_step_waits_once_and_launches_about_as_much_as_stock_ulysses():
 def test_a_recorded_step_is_played_on_its_cluster_and_on_a_faster_one(tmp_path):
     """Products of two layers and the head of both ranks are those that the model's parameters ask for."""
     from ds_hetero.cluster.files import load_cluster
-    from ds_hetero.cost.played import ATTENTION, PRODUCT, WAIT, Operation, PostedCall, play
+    from ds_hetero.cost.replay import ATTENTION, PRODUCT, WAIT, Operation, PostedCall, replay
     from ds_hetero.models import load_model
     from ds_hetero.reporting.recorded_step import read_recorded_step
 
@@ -65,8 +65,8 @@ def test_a_recorded_step_is_played_on_its_cluster_and_on_a_faster_one(tmp_path):
     assert message_bytes(0, True) == message_bytes(1, False) != []
     assert message_bytes(1, True) == message_bytes(0, False) != []
 
-    played = play(record.events, load_cluster(cluster), record.host_share)
-    assert all(of_rank[ATTENTION] > 0 for of_rank in played.by_kind_s)
-    assert min(of_rank.get(WAIT, 0.0) for of_rank in played.by_kind_s) < 0.5 * played.step_s
+    replayed = replay(record.events, load_cluster(cluster), record.host_share)
+    assert all(of_rank[ATTENTION] > 0 for of_rank in replayed.by_kind_s)
+    assert min(of_rank.get(WAIT, 0.0) for of_rank in replayed.by_kind_s) < 0.5 * replayed.step_s
     fast = load_cluster("hexiseq-setting-1").subset([0, 1])
-    assert play(record.events, fast, record.host_share).step_s < 0.5 * played.step_s
+    assert replay(record.events, fast, record.host_share).step_s < 0.5 * replayed.step_s

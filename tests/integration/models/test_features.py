@@ -297,7 +297,7 @@ def _give_shards(rank: int) -> None:
         model.model.layers[0](hidden, position_embeddings=rotary)
     for hook in list(model.model._forward_pre_hooks):
         del model.model._forward_pre_hooks[hook]
-    with pytest.raises(ModelError, match="LlamaModel was given a shard, but runs its attention past the module"):
+    with pytest.raises(ModelError, match="LlamaModel was given a shard, but runs its attention outside of the module"):
         engine(**shard)
     with pytest.raises(ModelError, match="attention runs outside of the forwards"):
         engine(**copies)

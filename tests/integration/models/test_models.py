@@ -333,7 +333,7 @@ def test_heads_of_unlike_width_are_described_by_the_widest_and_unlike_numbers_of
     model = build("gemma4_text", torch.float32)
     facts = describe_model(model)
     assert (facts.head_dim, facts.num_kv_heads, facts.spec) == (256, 2, None)  # 16 in one layer
-    assert "per_layer_config gives layer 1 head_dim=16" in facts.no_spec_reason
+    assert "gemma4_text cannot be planned: its layers differ in heads" in facts.no_spec_reason
     model.config.per_layer_config = {1: {"num_key_value_heads": 1}}
     with pytest.raises(ModelError, match=r"num_key_value_heads=\(2, 1\)"):
         describe_model(model)
@@ -353,7 +353,7 @@ def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by
 
     count = position_counter(make("roberta").base_model)
     batch = {"input_ids": torch.tensor([[5, 6, 7, 1, 1]])}
-    with pytest.raises(BatchError, match="hold padding tokens, which the model leaves out when it counts positions"):
+    with pytest.raises(BatchError, match="contain padding tokens, which the model leaves out when it counts positions"):
         with_positions(count, batch)
     masked = {**batch, "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
     assert with_positions(count, masked)["position_ids"].tolist() == [[2, 3, 4, 1, 1]]

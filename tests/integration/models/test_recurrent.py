@@ -106,7 +106,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 _LENGTH, _CUT = 150, 50
-KINDS = ("plain", "packed", "left", "right", "checkpointing", "traded")
+KINDS = ("plain", "packed", "left", "right", "checkpointing", "all_to_all")
 
 
 def make(name: str) -> Any:
@@ -170,7 +170,7 @@ CASES += [(name, "packed", (5, 3, 1)) for name in ("Qwen3Next", "NemotronH")]  #
 CASES += [(name, "left", (30, 1, 1)) for name in ("Qwen3_5", "Bamba")]  # no heads; shards shorter than a convolution
 CASES += [(name, "plain", (1, 0)) for name in ("KimiLinear", "Zamba2")]  # no tokens
 CASES += [("Bamba", "packed", (5, 0, 1)), ("NemotronH", "right", (5, 3, 1))]  # states pass over a rank; zigzag
-CASES += [("FalconH1", "traded", (3, 1))]  # heads for tokens, though states could be passed on
+CASES += [("FalconH1", "all_to_all", (3, 1))]  # heads for tokens, though states could be passed on
 
 
 @pytest.mark.sweep(keep=8)
@@ -189,8 +189,8 @@ def _check(rank: int, name: str, kind: str, tokens: tuple[int, ...]) -> None:
     import ds_hetero
 
     torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # type: ignore[misc, method-assign]
-    if kind == "traded":
-        scans.passes_states = lambda *args: False
+    if kind == "all_to_all":
+        scans.should_pass_states = lambda *args: False
     batch, whole, model = batch_of(kind), make(name), make(name)
     loss = _loss_of(whole, batch)
     loss.backward()
@@ -269,15 +269,15 @@ class _TokenWise(torch.nn.Module):
 def test_files_are_as_they_were_after_the_last_model_of_theirs() -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as file
 
-    from ds_hetero.frameworks.transformers.model.recurrent_layers import open_doors
+    from ds_hetero.frameworks.transformers.model.recurrent_layers import wrap_functions
 
     before = file.causal_conv1d_fn, file.torch_chunk_gated_delta_rule
     models = make("Qwen3_5"), make("Qwen3_5")
-    closes = [open_doors(model) for model in models]
-    closes[0]()
-    closes[0]()
+    unwraps = [wrap_functions(model) for model in models]
+    unwraps[0]()
+    unwraps[0]()
     assert file.causal_conv1d_fn is not before[0]
-    closes[1]()
+    unwraps[1]()
     assert (file.causal_conv1d_fn, file.torch_chunk_gated_delta_rule) == before
 
 

@@ -56,7 +56,7 @@ def _alarms_of(model: Any, dtype: str) -> dict[str, str]:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     alarms = {kind: _alarm_or_error(model, handle.for_engine(engine), kind) for kind in KINDS}
     engine.destroy()
-    handle.registry.find(model).model.restore()
+    handle.registry.find(model).restore()
     return alarms
 
 

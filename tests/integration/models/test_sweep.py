@@ -1,7 +1,7 @@
 """Every architecture of transformers with a head of text, tiny, on uneven shards: exact, or refused by name.
 
 Nothing is silently wrong, and no error leaves its reason out. All names, with what becomes of each, are in
-sweep_outcomes.json, from which docs/support.md is made.
+sweep_outcomes.json, from which docs/architectures.md is made.
 
 Budget: 480 s in CI, none in a quick run.
 """

@@ -79,7 +79,7 @@ def _check_training(rank: int, stage: int, schedule: dict[str, Any], checkpointi
     torch.testing.assert_close(ours, losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(own_norms, norms, rtol=1e-5, atol=0)
     assert_same_parameters(parameters(model, stage), parameters(expected))
-    assert isinstance(handle.registry.find(model).model._entrance.tiles, Tiles)
+    assert isinstance(handle.registry.find(model).sequences._forward_wrapper.tiles, Tiles)
     handle.undo()
     assert all("forward" not in vars(layer.mlp) for layer in model.model.layers)
 

@@ -132,12 +132,12 @@ def _check_wrong_places(rank: int) -> None:
     from ds_hetero.frameworks.transformers.model import towers
 
     _check_self_check(rank, "Qwen3VL")
-    correct = towers._Cutter.added_features
-    towers._Cutter.added_features = lambda cutter, *features: [x.flip(0) for x in correct(cutter, *features)]  # type: ignore
+    correct = towers._Selector.added_features
+    towers._Selector.added_features = lambda selector, *features: [x.flip(0) for x in correct(selector, *features)]  # type: ignore
     try:
         said = verdict(make("Qwen3VL", torch.float32), batch_of("Qwen3VL", "plain", torch.float32), UNEVEN_2)
     finally:
-        towers._Cutter.added_features = correct  # type: ignore[method-assign]
+        towers._Selector.added_features = correct  # type: ignore[method-assign]
     assert "the output of model.language_model" in said, said
 
 

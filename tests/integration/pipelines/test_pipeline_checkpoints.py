@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_hetero.gradient_sync.shards import whole_parameter
+from ds_hetero.gradient_sync.shards import full_parameter
 from tests.integration.pipelines.test_pipelines import (
     ALONE,
     PLANS,
@@ -50,9 +50,9 @@ def started(plan, lora=False, tied=True):
 
 
 def saved_values(folder):
-    from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import read_parts, whole_tensor
+    from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import open_rank_files, whole_tensor
 
-    parts = [part["optimizer"]["owned"] for part in read_parts(Path(folder))]
+    parts = [part["optimizer"]["owned"] for part in open_rank_files(Path(folder))]
     return {key: torch.from_numpy(value) for key, value in consolidated(parts, whole_tensor).items()}
 
 
@@ -123,7 +123,7 @@ def adapters_move(rank, folder):
                 for parameter in model.parameters():
                     parameter.fill_(0.5)
             engine.load_checkpoint(folder)
-            frozen = {name: whole_parameter(p) for name, p in model.named_parameters() if not p.requires_grad}
+            frozen = {name: full_parameter(p) for name, p in model.named_parameters() if not p.requires_grad}
             unchanged.append(all(torch.equal(p, first[name]) for name, p in frozen.items()))
         losses += train(handle.for_engine(engine), engine, steps[STEPS:])
         engine.destroy()
@@ -197,7 +197,7 @@ def saves_and_exports(rank, folder):
     engine, model, _ = started(FIVE["three pipelines"])
     train(handle.for_engine(engine), engine, batches(of_eight_samples(ALONE), 1, False))
     engine.save_checkpoint(f"{folder}/checkpoint")
-    handle.registry.find_pipelined(model).save_pretrained(f"{folder}/exported")
+    handle.registry.find_stage(model).save_pretrained(f"{folder}/exported")
 
 
 def test_a_checkpoint_becomes_a_folder_without_ranks(tmp_path):

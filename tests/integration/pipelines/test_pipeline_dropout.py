@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
-from ds_hetero.frameworks.transformers.stages import check_cuttable, impossible_inners
+from ds_hetero.frameworks.transformers.stages import check_cuttable, impossible_stage_kinds
 from tests.integration.pipelines.test_pipelines import LAYERS, PLANS, adamw, batches, trained
 from tests.integration.tiny import VOCAB, checkpoint_activations, compute_in, llama
 from tests.support import run_deepspeed
@@ -163,9 +163,9 @@ def test_ranks_of_a_tensor_stage_drop_what_one_process_drops(name, recomputes):
 
 
 def test_dropout_inside_a_kernel_of_attention_is_refused_in_tensor_stages():
-    reasons = impossible_inners(llama(attention_dropout=0.1))
+    reasons = impossible_stage_kinds(llama(attention_dropout=0.1))
     assert "dropout inside 'sdpa' attention: a rank cannot draw" in reasons["tensor"]
-    assert "tensor" not in impossible_inners(llama(attention_dropout=0.1, attn_implementation="eager"))
+    assert "tensor" not in impossible_stage_kinds(llama(attention_dropout=0.1, attn_implementation="eager"))
 
 
 def test_dropout_between_stages_is_refused_whatever_the_mode_of_the_model():

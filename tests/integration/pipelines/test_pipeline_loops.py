@@ -60,7 +60,7 @@ def loop(rank: int, plan: Any) -> dict[str, Any]:
     with pytest.raises(BatchError, match="Generation and other uses"):
         model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)
     unwrapped = accelerator.unwrap_model(model)
-    unwrapped_stages = ds_hetero.register().registry.find_pipelined(unwrapped)
+    unwrapped_stages = ds_hetero.register().registry.find_stage(unwrapped)
     unwrapped_stages.save_pretrained("weights")
     return {"numbers": numbers, "parameters": None if rank else read_weights("weights")}
 

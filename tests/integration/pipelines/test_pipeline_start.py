@@ -79,8 +79,8 @@ def test_a_job_searches_for_its_pipelines_and_trains_as_one_process(tmp_path):
     assert max(job[0] for of_rank in outcomes for job in of_rank) < 1e-12
     assert searched[2] == again[2]
     assert sum(p["micro_batch_size"] * p["micro_batches"] for p in searched[1]["pipelines"]) == 8
-    assert all(part in searched[3] for part in ("pipeline", "predicted:", "memory:", "searched:", str(tmp_path)))
-    assert "pipeline" in again[3] and "searched:" not in again[3]
+    assert all(part in searched[3] for part in ("pipeline", "predicted:", "memory:", "gain:", str(tmp_path)))
+    assert "pipeline" in again[3] and "gain:" not in again[3]
 
 
 def is_refused(rank, jobs):

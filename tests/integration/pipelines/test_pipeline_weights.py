@@ -70,7 +70,7 @@ def draws_its_values(rank, folder, plans):
         engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
         (batch,) = handle.for_engine(engine).dataloader(batches(plan, 1, False))
         losses.append(engine(**batch).loss.item())
-        handle.registry.find_pipelined(model).save_pretrained(f"{folder}/{number}")
+        handle.registry.find_stage(model).save_pretrained(f"{folder}/{number}")
         engine.destroy()
     if rank > 0:
         return losses, None
@@ -132,7 +132,7 @@ def test_what_cannot_be_read_is_refused_by_name_on_every_rank(tmp_path):
         "adapters",
         "/nowhere has no config.json",
         "no model.layers.2.input_layernorm.weight",
-        "model.norm.weight is [3] in the folder and [32] in the model",
+        "model.norm.weight has shape [3] in the folder and [32] in the model",
         "neither model.safetensors nor",
     ]
     outcomes = run_deepspeed(is_refused, 5, str(tmp_path))

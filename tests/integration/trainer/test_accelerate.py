@@ -71,7 +71,7 @@ def test_loop_on_two_ranks_equals_one_process(name: str, one_process: dict[str, 
 def test_a_size_of_one_is_refused_with_what_is_true_of_it(
     ds_config: dict[str, Any], has_parallelism: bool, says: str
 ) -> None:
-    from ds_hetero.frameworks.accelerate.adapter import _why_not_split
+    from ds_hetero.frameworks.accelerate.preparation import _why_not_split
 
     assert says in _why_not_split(ds_config, has_parallelism)
 

@@ -222,6 +222,13 @@ def test_an_epoch_that_would_read_samples_twice_or_never_is_refused_on_all_ranks
     assert "reads 4 of 8 shards of the samples" in never[0]
 
 
+def test_batches_of_each_rank_are_refused_where_the_loss_needs_whole_ones() -> None:
+    for kind in ("distributed", "shared out"):
+        first, second = ranks(_read_epoch, 2, 2, kind, {"label_smoothing_factor": 0.1})
+        assert first == second
+        assert first.startswith("the loader of OwnLoader.get_train_dataloader gives each of the 2 ranks of a replica")
+
+
 def test_rows_are_grouped_by_length_over_all_replicas() -> None:
     whole = one_process(_batches_of_epoch, 1, {"per_device_train_batch_size": 4})
     first, _, second, _ = ranks(_batches_of_epoch, 4, 4, {"sp_size": 2})

@@ -248,7 +248,7 @@ def with_cut_cross_entropy(model: Any) -> Any:
 def test_unknown_losses_of_kernels_are_refused_with_the_cure() -> None:
     first, second = run_deepspeed(_refusals, 2)
     assert first == second
-    assert "Cut Cross Entropy moves the labels" in first[0] and '"tile_tokens"' in first[0]
+    assert "Cut Cross Entropy shifts the labels" in first[0] and '"tile_tokens"' in first[0]
     assert '"loss": "local_mean"' in first[1]
 
 

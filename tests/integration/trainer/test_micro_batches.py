@@ -75,6 +75,45 @@ def test_micro_batches_weigh_as_on_one_process(kind: str, world_size: int) -> No
         assert_same_parameters(trained, expected)
 
 
+def _train_with_term(rank: int, by_handle: bool) -> Any:
+    """Two ranks with batches of their own, which count the labels of their own."""
+    from transformers import Trainer
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+
+    class WithTerm(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            values = outputs.logits.float().logsumexp(-1).square()
+            counted = inputs["labels"][:, 1:].ne(-100)
+            if by_handle:
+                term = handle.mean(values, inputs, num_items=num_items_in_batch)
+            else:
+                term = values[:, :-1][counted].sum() / num_items_in_batch
+            return (loss + 0.1 * term, outputs) if return_outputs else loss + 0.1 * term
+
+    ds = ds_config(1, None, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2)
+    # Without a section accelerate gathers on CPUs as if there were one process.
+    options = {"include_num_input_tokens_seen": "no", "logging_strategy": "no", "num_train_epochs": 1}
+    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    rows = samples(8)
+    for index, row in enumerate(rows):
+        row["labels"] = row["labels"].clone()
+        row["labels"][: 4 if index % 3 else -3] = -100
+    trainer = make_trainer(ds, 0, WithTerm, dataset=rows, average_tokens_across_devices=False, **options)
+    trainer.train()
+    return parameters(trainer.model, 1)
+
+
+def test_a_term_by_the_items_of_a_rank_is_as_large_as_one_made_by_hand() -> None:
+    (by_handle, _), (by_hand, _) = ranks(_train_with_term, 2, True), ranks(_train_with_term, 2, False)
+    assert_same_parameters(by_handle, by_hand)
+
+
 def test_of_one_replica_they_weigh_alike_without_the_average_over_devices() -> None:
     for kind in ("takes none", "takes them"):
         expected_logs, _ = _expected(1, kind)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.combinations.modules import Module
-from tests.integration.combinations.running import outcomes_of
+from tests.integration.combinations.running import outcomes_by_name
 from tests.integration.combinations.trainer import TrainerJob
 from tests.integration.tiny import UNEVEN_2
 
@@ -45,8 +45,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> Any:
-    jobs = {number: job(**changes) for number, changes in enumerate(JOBS.values())}
-    return dict(zip(JOBS, outcomes_of(jobs).values(), strict=True))
+    return outcomes_by_name({name: job(**changes) for name, changes in JOBS.items()})
 
 
 @pytest.mark.timeout(600)  # the first case waits for all jobs, which share few starts of ranks

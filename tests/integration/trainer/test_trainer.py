@@ -380,7 +380,7 @@ def test_losses_that_would_see_a_part_of_the_sequence_are_refused() -> None:
     first, second = ranks(_refuse, 2)
     assert first == second
     rebalance, unlabelled, pairs = first
-    assert rebalance.startswith('train_sampling_strategy="batch_rebalance" deals samples out to ranks')
+    assert rebalance.startswith('train_sampling_strategy="batch_rebalance" divides samples among ranks')
     assert unlabelled.startswith("the batches of Trainer have no labels (they hold input_ids")
     assert pairs.startswith("the batches of Trainer cannot be split over the sequence: a batch needs input_ids")
     for text in (unlabelled, pairs):

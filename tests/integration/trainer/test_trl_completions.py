@@ -293,7 +293,7 @@ def test_ranks_that_share_a_sequence_count_once(
         return
     count_replicas(arguments, 2)
     assert arguments.generation_batch_size == expected
-    assert ("generation_batch_size is 16, of 2 replica(s), and not 32" in caplog.text) == (
+    assert ("generation_batch_size is 16, for 2 replica(s), and not 32" in caplog.text) == (
         "steps_per_generation" in given
     )
 
@@ -334,7 +334,7 @@ def _refuse(rank: int) -> dict[str, str]:
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL sets it
 def test_trl_refuses_a_parallelism_config_itself() -> None:
-    """If it does not any more, docs/loops.md has to say so."""
+    """If it does not any more, docs/losses.md has to say so."""
     from accelerate import ParallelismConfig
     from trl import GRPOConfig
 

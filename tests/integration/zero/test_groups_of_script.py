@@ -25,7 +25,7 @@ def test_settings_that_do_not_hold_are_refused_at_their_step() -> None:
     assert first == second
     assert {name: step for name, (step, _) in first.items()} == EXPECTED
     for name, setting in zip(EXPECTED, ("weight_decay", "lr"), strict=False):
-        assert f"was given another {setting} than that by which DeepSpeed steps (ranks [0, 1])" in first[name][1]
+        assert f"has another {setting} than the optimizer that DeepSpeed steps (ranks [0, 1])" in first[name][1]
 
 
 def _train_all(rank: int) -> dict[str, tuple[int | None, str]]:

@@ -19,7 +19,7 @@ def test_dropout_goes_on_as_in_one_run_and_another_stage_is_named(tmp_path: Path
     logs = run_deepspeed(_resume, 2, str(tmp_path))
     assert logs[1] == []
     (told,) = logs[0]
-    assert "has the random states of 1 ranks, and this job has 2: dropout and whatever else draws" in told
+    assert "has the random states of 1 ranks, but this job has 2 ranks: dropout and shuffling draw" in told
 
 
 def _begin(stage: int, seed: int) -> tuple[Any, Any]:

@@ -117,10 +117,10 @@ def test_groups_and_schedulers_of_the_script(stage: int, kinds: list[str], secti
 
 
 def test_optimizers_of_whole_parameters_are_told_by_name() -> None:
-    from ds_hetero.frameworks.deepspeed.zero.user_optimizer import why_inexact
+    from ds_hetero.frameworks.deepspeed.zero.user_optimizer import inexactness_reason
 
     weight = [nn.Parameter(torch.ones(2, 2))]
     for kind in NOT_OF_ELEMENTS:
         optimizer = getattr(torch.optim, kind)(weight)
-        assert why_inexact(optimizer, 0) is None
-        assert kind in str(why_inexact(optimizer, 2))
+        assert inexactness_reason(optimizer, 0) is None
+        assert kind in str(inexactness_reason(optimizer, 2))

@@ -19,7 +19,7 @@ import torch
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.job.manifest import MANIFEST
-from tests.integration.tiny import LR, UNEVEN_2, batches, ds_config, llama
+from tests.integration.tiny import LR, UNEVEN_2, batches, ds_config, llama, skip_where_refused
 from tests.integration.trainer.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.zero.test_zero12 import two_groups, whole_state
 from tests.support import run_deepspeed
@@ -157,6 +157,7 @@ def test_every_layout_and_number_of_ranks_loads_every_other(
     world_size: int, stage: int, weights: Any, zero: dict[str, Any], tag: str, saved: tuple[str, dict[str, Any]]
 ) -> None:
     """Equal partitions of stock, 4:3:2:1, 1:0:1:2 and 3:1 on two ranks."""
+    skip_where_refused(ds_config(stage, "ulysses", zero=zero))
     run_deepspeed(_load, world_size, stage, weights, zero, tag, saved)
 
 
@@ -174,6 +175,7 @@ def _load(
 
 def test_universal_checkpoints_go_to_stock_and_back(saved: tuple[str, dict[str, Any]]) -> None:
     """Stock refuses other layouts than its own, as it refuses other numbers of ranks; this is its way to them."""
+    skip_where_refused(ds_config(2, "ulysses", checkpoint={"load_universal": True}))
     folder, expected = saved
     run_deepspeed(_convert, 1, folder)
     run_deepspeed(_load_universal, 4, folder, expected)

@@ -19,13 +19,14 @@ from tests.support import run_deepspeed
 
 # About 12 million parameters, 45 MiB in fp32; master weights, moments and their gradient are four times that.
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1}
-# The small share was seen to need less than 168 on one kind of machine and less than 185 on another, with the stacks of
-# threads; the equal one needs 67 more.
-BUDGET_MIB = 200
+# The small share was seen to need less than 168 on one kind of machine and less than 185 on others, with the stacks of
+# threads; the equal one needs 67 more. Ranks of the strict group need more than 200 for the small one.
+BUDGET_MIB = 210
 MIB = 2**20
 M_MMAP_THRESHOLD = -3
 
 
+@pytest.mark.measured
 def test_the_small_rank_runs_out_of_memory_with_an_equal_share_and_trains_with_a_small_one() -> None:
     with pytest.raises(AssertionError, match=r"--- rank 1 ---(?s:.)*DefaultCPUAllocator: can't allocate memory"):
         run_deepspeed(_train_within, 2, [1, 1], BUDGET_MIB)

@@ -210,7 +210,7 @@ def _meet_faults(rank: int, folder: str) -> None:
         assert f"{files[1].name} is missing" in str(caught.value)
     larger = llama(num_hidden_layers=3, intermediate_size=48)
     _, other = launch("1:4", larger, **bf16)
-    with pytest.raises(CheckpointError, match="of another model") as caught:
+    with pytest.raises(CheckpointError, match="from another model") as caught:
         other.load_checkpoint(f"{folder}/good")
     assert "missing: model.embed_tokens.weight, model.layers.0.mlp.up_proj.weight" in str(caught.value)
     assert "model.layers.0.mlp.gate_proj.weight (64, 32) instead of (48, 32)" in str(caught.value)

@@ -9,7 +9,8 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hetero.batch.ring_table import Block, RingTable, visible_blocks
+from ds_hetero.batch.ring_table import RingTable
+from ds_hetero.batch.visible_blocks import Block, visible_blocks
 from ds_hetero.planner.documents import UnitCosts, place_documents
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.baselines import ring
@@ -54,7 +55,7 @@ def test_blocks_cover_the_visible_pairs_once_and_waste_no_row_or_column(table):
     (_, _, documents), *_ = table.placement.rows
     for q, queries in enumerate(positions):
         for k, keys in enumerate(positions):
-            (_, blocks), *_ = table.blocks(q, k)
+            (_, blocks), *_ = table.blocks_between(q, k)
             found = []
             for block in blocks:
                 pairs = list(_pairs(block))
@@ -120,7 +121,7 @@ class Holdings:
         self._proxied = [{} for _ in blocks]
 
     def _all(self, source):
-        return set(range(sum(stop - start for start, stop in self._table.columns(source))))
+        return set(range(sum(stop - start for start, stop in self._table.travelling_keys(source))))
 
     def post(self, step, transfers):
         for t in transfers:
@@ -145,7 +146,7 @@ class Holdings:
 @given(tables())
 def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(table):
     size, rounds = table.size, transfers(table.forward_rounds, table)
-    needs = [{s for s in range(size) if s != k and any(b for _, b in table.blocks(k, s))} for k in range(size)]
+    needs = [{s for s in range(size) if s != k and any(b for _, b in table.blocks_between(k, s))} for k in range(size)]
     holdings = Holdings(table, [{k} for k in range(size)])
     for step in range(table.steps):
         for k in range(size):
@@ -157,13 +158,13 @@ def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(tab
     for k in range(size):
         sources = [table.forward_source(k, step) for step in range(table.steps)]
         assert sorted(s for s in sources if s is not None) == list(range(size))
-        assert table.kept(k) == next((s for s in reversed(sources) if s in needs[k]), None)
+        assert table.kept_source(k) == next((s for s in reversed(sources) if s in needs[k]), None)
 
 
 @given(tables())
 def test_backward_transfers_bring_kv_to_who_works_on_it(table):
     size, rounds = table.size, transfers(table.backward_kv_rounds, table)
-    holdings = Holdings(table, [{k, table.kept(k)} - {None} for k in range(size)])
+    holdings = Holdings(table, [{k, table.kept_source(k)} - {None} for k in range(size)])
     for step in range(table.steps):
         for k in range(size):
             source = table.forward_source(k, table.steps - 1 - step)
@@ -176,7 +177,7 @@ def test_backward_transfers_bring_kv_to_who_works_on_it(table):
 @given(tables())
 def test_backward_transfers_take_every_gradient_home_once(table):
     size, rounds = table.size, transfers(table.backward_grad_rounds, table)
-    widths = [sum(stop - start for start, stop in table.columns(source)) for source in range(size)]
+    widths = [sum(stop - start for start, stop in table.travelling_keys(source)) for source in range(size)]
     # By group and source: by key, the groups whose contribution is in its partial dK/dV.
     done = [{} for _ in range(size)]
     proxied, due = [{} for _ in range(size)], defaultdict(list)
@@ -211,12 +212,12 @@ def test_backward_transfers_take_every_gradient_home_once(table):
 @given(tables())
 def test_keys_travel_that_another_group_sees_and_no_others(table):
     for source in range(table.size):
-        blocks_of = {q: [b for _, blocks in table.blocks(q, source) for b in blocks] for q in range(table.size)}
+        blocks_of = {q: [b for _, blocks in table.blocks_between(q, source) for b in blocks] for q in range(table.size)}
         del blocks_of[source]
         seen = {key for blocks in blocks_of.values() for block in blocks for key in range(*block.k)}
-        assert sorted(seen) == [key for columns in table.columns(source) for key in range(*columns)]
+        assert sorted(seen) == [key for columns in table.travelling_keys(source) for key in range(*columns)]
         assert [q for q in blocks_of if blocks_of[q]] == [q for q in blocks_of if table.reads(q, source)]
-        gaps = [b[0] - a[1] for a, b in pairwise(table.columns(source))]
+        gaps = [b[0] - a[1] for a, b in pairwise(table.travelling_keys(source))]
         assert all(gap > 0 for gap in gaps)
 
 
@@ -239,7 +240,7 @@ def test_a_window_stops_kv_from_travelling_on():
     placement = stream_placement(schedule, 64, (Rows(0, 1, ((0, 64),)),))
     table = RingTable(placement, placement.lanes[0], True, 8)
     assert [len(r) for r in transfers(table.forward_rounds, table)] == [3, 0, 0, 0]
-    assert [table.columns(source) for source in range(4)] == [((9, 16),), ((9, 16),), ((9, 16),), ()]
+    assert [table.travelling_keys(source) for source in range(4)] == [((9, 16),), ((9, 16),), ((9, 16),), ()]
 
 
 def test_tables_of_1000_documents_on_64_ranks_are_little_work_for_a_rank():

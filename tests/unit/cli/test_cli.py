@@ -123,6 +123,7 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 SMALL = ("--gpus", "5090,3090", "--model", "qwen3-0.6b")
+USUAL = ("--parallel", "sequence", "--zero-stage", "3")  # settings with which nothing is left to search but a schedule
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("4K", 4096), ("1m", 2**20)])
@@ -141,7 +142,7 @@ def test_a_length_that_is_none_is_refused_with_examples(text, capsys):
 def test_the_ending_of_out_decides_what_plan_writes(tmp_path, capsys):
     page, file = tmp_path / "plan.html", tmp_path / "plan.json"
     for out in (page, file):
-        assert _ended("plan", *SMALL, "--seq-len", "4K", "--out", out) == 0
+        assert _ended("plan", *SMALL, *USUAL, "--seq-len", "4K", "--out", out) == 0
     assert _ended("report", file, "--out", tmp_path / "report.html") == 0
     assert page.read_text() == (tmp_path / "report.html").read_text()
     assert json.loads(file.read_text())["num_heads"] == 16
@@ -151,7 +152,7 @@ def test_the_ending_of_out_decides_what_plan_writes(tmp_path, capsys):
 
 def test_a_report_counts_other_weights_that_are_trained(tmp_path, capsys):
     file, lora = tmp_path / "plan.json", tmp_path / "lora.json"
-    assert _ended("plan", *SMALL, "--seq-len", "4K", "--out", file) == 0
+    assert _ended("plan", *SMALL, *USUAL, "--seq-len", "4K", "--out", file) == 0
     assert _ended("report", file, "--out", tmp_path / "page.html", "--train", "lora:8") == 0
     scenario = json.loads(file.read_text())
     scenario["scenario"]["workload"]["adapter_rank"] = 8
@@ -179,7 +180,7 @@ def test_other_endings_are_refused_with_those_that_can_be_written(command, says,
 
 def test_plan_says_what_a_million_tokens_cost_and_bills_idle_cards(tmp_path, capsys):
     rig = tmp_path / "rig.json"
-    job = ("plan", *SMALL, "--seq-len", "4K", "--json")
+    job = ("plan", *SMALL, *USUAL, "--seq-len", "4K", "--json")
     assert _ended(*job, "--price", "5090=0.5,3090=0.22", "--save-cluster", rig) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["price"]["per_step"] == pytest.approx(0.72 * planned["predicted"]["iteration_s"] / 3600)
@@ -204,7 +205,7 @@ def test_plan_says_what_a_million_tokens_cost_and_bills_idle_cards(tmp_path, cap
 
 def test_mfu_of_a_plan_is_what_palm_counts(capsys):
     """Six operations a weight of a product and token, and 12 x heads x head size x length, of which causal half."""
-    assert _ended("plan", *SMALL, "--seq-len", "4K", "--json") == 0
+    assert _ended("plan", *SMALL, *USUAL, "--seq-len", "4K", "--json") == 0
     planned = json.loads(capsys.readouterr().out)
     model = load_model(SMALL[SMALL.index("--model") + 1])
     products = model.num_layers * model.layer_parameters + model.hidden_size * model.vocab_size
@@ -231,7 +232,7 @@ def test_cards_lists_the_catalogue_and_prints_a_stub_that_a_cluster_file_takes(c
 @pytest.mark.parametrize("command", ["plan", "fit", "compare"])
 def test_every_answer_says_what_it_assumes(command, capsys):
     cards = ("--gpus", "2x4090 | 2x4090", "--network", "10GbE", "--model", "llama-3.2-1b", "--seq-len", "4K")
-    assert _ended(command, *cards) == 0
+    assert _ended(command, *cards, *(USUAL if command == "plan" else ())) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("assumed: ")]
     assert "share 1.25 GB/s of network" in line and "through the host's memory" in line and "the whole loss" in line
 
@@ -260,9 +261,25 @@ def test_plan_that_does_not_fit_names_the_line_of_fit_which_runs(capsys):
     assert json.loads(capsys.readouterr().out)["advice"][0]["fits"]
 
 
+HOME = ["--gpus", "4x4090 | 2x3090", "--network", "10GbE", "--tiled-loss", "--tiled-mlp"]
+
+
+def test_plan_names_no_other_offload_where_the_hosts_memory_is_short(capsys):
+    offload = ["--offload-optimizer", "--host-memory", 64, "--model", "llama-3.1-8b", "--seq-len", "8K"]
+    assert _ended("plan", *HOME, *USUAL, *offload)
+    remedies = capsys.readouterr().err.partition("What would fit or help: ")[2].partition(".")[0]
+    assert remedies == "more host memory, LoRA or QLoRA, more or larger devices"
+
+
+def test_plan_says_what_idle_ranks_hold(capsys):
+    assert not _ended("plan", *HOME, *USUAL, "--model", "llama-3.2-3b", "--seq-len", "128K")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("idle:")]
+    assert line.startswith("idle:       4-5 compute nothing") and line.endswith("GiB for its part of the model states")
+
+
 def test_plan_says_each_refusal_of_a_uniform_schedule_once(capsys):
     cards = ("--gpus", "4090,3090,3060", "--model", "llama-3.1-8b", "--train", "lora", "--tiled-loss", "--tiled-mlp")
-    assert _ended("plan", *cards, "--seq-len", "64K") == 0
+    assert _ended("plan", *cards, *USUAL, "--seq-len", "64K") == 0
     printed = capsys.readouterr().out
     assert "Against uniform schedules" not in printed  # none of them can be
     for reason in (
@@ -277,7 +294,7 @@ def test_plan_says_each_refusal_of_a_uniform_schedule_once(capsys):
     ("price", "says"),
     [
         ("4090=1", "--price: '4090' is not a device of the cluster, which has RTX-5090, RTX-3090"),
-        ("5090", "is cards with the money for one hour of one, such as 5090=0.5"),
+        ("5090", "must list cards with the price of an hour of one card, such as 5090=0.5"),
         ("5090=1,rtx5090=2", "--price names RTX-5090 twice"),
         ("5090=-1", "--price RTX-5090 must be at least 0"),
     ],
@@ -287,10 +304,17 @@ def test_a_price_that_is_none_is_refused(price, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_price_for_several_devices_asks_for_one_of_them(capsys):
+    cards = ("--gpus", "h100-nvl-94gb,h100-pcie-80gb", "--model", "qwen3-0.6b")
+    assert _ended("plan", *cards, "--seq-len", "4K", "--price", "H100=2") == 2
+    says = "--price: 'H100' matches several devices: H100-NVL-94GB, H100-PCIe-80GB. Name one of them."
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
 def test_plan_and_simulate_keep_the_contract(tmp_path):
     cluster = config_dir() / "clusters" / "hexiseq-setting-1.yaml"
     job = ["--cluster", cluster, "--model", "gpt-7b", "--seq-len", 65536]
-    run = _run("plan", *job, "--json")
+    run = _run("plan", *job, *USUAL, "--json")
     assert run.returncode == 0, run.stderr
     plan = json.loads(run.stdout)
     assert {"schedule", "search_s", "predicted", "baselines"} <= set(plan)
@@ -329,7 +353,7 @@ def test_plan_for_machines_loads_only_what_it_needs():
         "try: main(sys.argv[1:])\n"
         "finally: print(*sorted(set(sys.modules) - before), file=sys.stderr)"
     )
-    options = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--seq-len", "16384", "--json")
+    options = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--seq-len", "16384", *USUAL, "--json")
     run = subprocess.run([sys.executable, "-c", program, "plan", *options], capture_output=True, text=True, timeout=300)
     assert json.loads(run.stdout)["schedule"]
     loaded = run.stderr.split()
@@ -461,7 +485,7 @@ def test_the_page_on_launching_shows_every_file_whole(tmp_path, monkeypatch):
     ("options", "message"),
     [
         (["--hosts", "a"], "names 1 hosts, and the plan is for 2 nodes"),
-        (["--hosts", "a,a"], "two have one name"),
+        (["--hosts", "a,a"], "two hosts have the same name"),
         (["--hosts", "a,b c"], "as ssh takes them"),
         (["--port", "0"], "not a port number"),
         (["--interface", "eth0; rm"], "not the name of a network interface"),
@@ -472,7 +496,7 @@ def test_hosts_that_no_launcher_takes_are_refused(options, message, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     rig = ["--gpus", "2xH100 | A100", "--network", "1", "--model", "llama-3.2-1b", "--seq-len", "32K"]
     with pytest.raises(SystemExit, match="0"):
-        main(["plan", *rig, "--out", "p.json"])
+        main(["plan", *rig, *USUAL, "--out", "p.json"])
     assert main(["launch-files", "p.json", *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

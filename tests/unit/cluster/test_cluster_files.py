@@ -177,7 +177,7 @@ def test_catalogue_has_what_people_own_with_sources():
             r"nodes\[0\] \(a\).count must be a whole number >= 1, got 0",
         ),
         ({"nodes": [{"name": "a", "device": "T4", "devices": ["T4"]}]}, "either device and count, or devices"),
-        ({"nodes": [{"name": "a", "device": "T4"}, {"name": "a", "device": "T4"}]}, "two nodes are named 'a'"),
+        ({"nodes": [{"name": "a", "device": "T4"}, {"name": "a", "device": "T4"}]}, "2 nodes are named 'a'"),
         ({"network": {"bandwidth_gb_per_s": 0}}, r"network.bandwidth_gb_per_s must be greater than 0, got 0"),
         ({"network": {"bandwidth_gb_per_s": 1, "latency_us": -1}}, r"network.latency_us must be at least 0, got -1"),
         (
@@ -221,7 +221,7 @@ def test_catalogue_has_what_people_own_with_sources():
                 ]
             },
             r"links\[1\] joins 'a' and 'b', which links\[0\] joins already, with other values: bandwidth_gb_per_s 1 "
-            "and 100, latency_us unset and 3. .* that differ by direction cannot be said",
+            "and 100, latency_us unset and 3. .* differ by direction are not supported",
         ),
         ({"nets": {}}, "cluster: unknown key 'nets'"),
     ],

@@ -79,7 +79,7 @@ def test_a_near_miss_is_refused_with_names_to_choose_from(text):
         card_named(text)
     message = str(refused.value)
     assert repr(text) in message
-    assert sum(name in message for name in CATALOGUE) >= (1 if "of this model" in message else 2)
+    assert sum(name in message for name in CATALOGUE) >= (1 if "this model only as" in message else 2)
     if "nearest" in message:
         names = message.partition("nearest names are ")[2].partition(".")[0].split(", ")
         assert len(names) == len(set(names)) == 3 and set(names) <= set(CATALOGUE)
@@ -200,6 +200,19 @@ def test_what_was_decided_for_the_user_is_said():
     assert not read_notation("5090,3090x2").remarks
 
 
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        ("10", ("--network 10 is 10 GB/s, 80 Gbit/s; for 10 Gbit Ethernet write 10GbE",)),
+        ("1.25", ("--network 1.25 is 1.25 GB/s, 10 Gbit/s; for 1.25 Gbit Ethernet write 1.25GbE",)),
+        ("10GB/s", ()),
+        ("10GbE", ()),
+    ],
+)
+def test_a_rate_without_a_unit_is_said_to_be_gigabytes(network, said):
+    assert read_notation("4090 | 3090", network).remarks == said
+
+
 def test_devices_that_this_engine_does_not_run_on_are_said_to_be_for_planning_only():
     def remarks(gpus):
         return device_remarks(cluster_from_dict(read_notation(gpus).content).devices)
@@ -276,3 +289,28 @@ def test_the_objective_energy_knows_the_watts_of_new_cards_and_cost_asks_for_pri
 def test_a_card_that_its_maker_does_not_sell_is_taken_only_by_its_name():
     assert read_notation("4090").remarks == ()
     assert read_notation("4090 48GB").content["nodes"][0]["device"] == "RTX-4090-48GB"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "counts"),
+    [("24xH100", [8, 8, 8]), ("10x3090", [8, 2]), ("6x4090,4x3090", [8, 2]), ("2xgb10", [1, 1]), ("8xA100", [8])],
+)
+def test_more_cards_than_a_machine_holds_are_several_machines(gpus: str, counts: list[int]) -> None:
+    notation = read_notation(gpus, "25" if len(counts) > 1 else None)
+    assert [len(node.devices) for node in cluster_from_dict(notation.content).nodes] == counts
+    assert bool(notation.assumed) == (len(counts) > 1)
+    together = read_notation(gpus, is_one_machine=True)
+    assert len(together.content["nodes"]) == 1 and together.assumed == ()
+
+
+def test_several_machines_of_one_entry_ask_for_their_network() -> None:
+    with pytest.raises(ClusterError, match=r"24 cards of one entry are 3 machines of at most 8\). Say what joins"):
+        read_notation("24xH100")
+
+
+@pytest.mark.parametrize("name", ["V100-SXM-32GB", "P100-PCIe-16GB", "P40", "GTX-1080Ti"])
+def test_cards_before_turing_name_the_wheel_that_has_their_kernels(name: str) -> None:
+    remarks = " ".join(device_remarks([CATALOGUE[name].device]))
+    assert f"no kernels for {name}: install torch 2.13 or 2.14 for CUDA 12.6 (cu126)" in remarks
+    assert name.startswith("V100") or CATALOGUE[name].device.attention_kernel == "torch"  # Triton needs sm70
+    assert "cu126" not in " ".join(device_remarks([CATALOGUE["T4"].device]))

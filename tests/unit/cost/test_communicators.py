@@ -21,8 +21,8 @@ from ds_hetero.cost.terms.communicators import (
     TABLE_BYTES,
     Channels,
     Communicators,
-    beyond_reserve,
-    of_stage,
+    bytes_beyond_reserve,
+    stage_communicator_bytes,
 )
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
@@ -39,9 +39,9 @@ def cluster_of(gpus: str, network: str | None = None) -> Cluster:
 def test_a_first_all_to_all_of_eight_h100_takes_what_was_seen() -> None:
     """NVIDIA/nccl#1685: 1.06 GB beside PyTorch's memory before, 4.34 GB after; 32 channels a peer, 10 + 2 MiB each."""
     inside = Channels.inside(cluster_of("8xH100-SXM-80GB").nodes[0])
-    assert (inside.collective, inside.per_peer, inside.message) == (24, 32, 32)
+    assert (inside.collective, inside.per_peer, inside.num_message_channels) == (24, 32, 32)
     assert LOCAL_CONNECTION_BYTES == 10 * MIB + 2 * MIB
-    messages, tables = inside.message_bytes(7), TABLE_BYTES * inside.message
+    messages, tables = inside.message_bytes(7), TABLE_BYTES * inside.num_message_channels
     assert messages == 7 * 32 * 12 * MIB
     assert 0.9 * (4.34 - 1.06) * GB < messages + tables < (4.34 - 1.06) * GB
 
@@ -74,7 +74,7 @@ def test_bytes_of_schedules_by_hand() -> None:
     of_two = TABLE_BYTES * 32 + 24 * LOCAL_CONNECTION_BYTES
 
     def bytes_of(*groups: list[int]) -> list[float]:
-        return communicators.beyond_reserve_D(Grouping(cluster, groups)).tolist()
+        return communicators.bytes_beyond_reserve_D(Grouping(cluster, groups)).tolist()
 
     assert bytes_of([0, 1, 2, 3]) == [4 * collective + 3 * of_peer - reserve] * 4
     assert bytes_of([0], [1], [2], [3]) == [4 * collective + 2 * of_peer - reserve] * 4
@@ -88,10 +88,10 @@ def test_bytes_of_schedules_by_hand() -> None:
 def test_groups_of_several_nodes_share_one_buffer_for_messages_of_the_network() -> None:
     cluster = cluster_of("2xA100-SXM-80GB | 2xA100-SXM-80GB", "25")
     communicators, channels = Communicators.of(cluster, Workload(seq_len=4096)), Channels.between(cluster)
-    together = communicators.beyond_reserve_D(Grouping(cluster, [range(4)]))
-    exchanged = REMOTE_MESSAGE_BYTES * channels.message + channels.per_peer * LOCAL_CONNECTION_BYTES
+    together = communicators.bytes_beyond_reserve_D(Grouping(cluster, [range(4)]))
+    exchanged = REMOTE_MESSAGE_BYTES * channels.num_message_channels + channels.per_peer * LOCAL_CONNECTION_BYTES
     # WORLD, messages, DeepSpeed's, sequence parallelism and the far group.
-    far = REMOTE_MESSAGE_BYTES * channels.message
+    far = REMOTE_MESSAGE_BYTES * channels.num_message_channels
     assert together.tolist() == [5 * channels.collective_bytes(4) + far + exchanged - GIB / 2] * 4
 
 
@@ -102,16 +102,16 @@ def test_zero_within_nodes_has_communicators_of_its_own() -> None:
     )
     job, node = Channels.between(cluster), Channels.inside(cluster.nodes[0])
     more = job.collective_bytes(4) + job.message_bytes(0) + node.collective_bytes(2)
-    assert (within.standing_D - plain.standing_D).tolist() == [more] * 4
+    assert (within.fixed_bytes_D - plain.fixed_bytes_D).tolist() == [more] * 4
 
 
 def test_cpus_geforce_and_lone_devices_need_none() -> None:
     cpus = cluster_from_dict({"nodes": [{"name": "host", "device": "CPU", "count": 8}]})
     for cluster in (cpus, cluster_of("H100-SXM-80GB"), cluster_of("2x4090 | 2x3090", "1.25")):
         communicators = Communicators.of(cluster, Workload(seq_len=4096))
-        assert not communicators.beyond_reserve_D(Grouping(cluster, [range(cluster.num_ranks)])).any()
-    assert beyond_reserve(cpus.devices[0], 10 * GIB) == 0
-    assert beyond_reserve(cluster_of("H100-SXM-80GB").devices[0], GIB) == pytest.approx(GIB / 2)
+        assert not communicators.bytes_beyond_reserve_D(Grouping(cluster, [range(cluster.num_ranks)])).any()
+    assert bytes_beyond_reserve(cpus.devices[0], 10 * GIB) == 0
+    assert bytes_beyond_reserve(cluster_of("H100-SXM-80GB").devices[0], GIB) == pytest.approx(GIB / 2)
 
 
 def test_stages_count_what_they_share_with_their_neighbours() -> None:
@@ -122,12 +122,14 @@ def test_stages_count_what_they_share_with_their_neighbours() -> None:
     boundary = 2 * inside.collective_bytes(2) + inside.message_bytes(1)
     of_job = 4 * job.collective_bytes(4)
     for neighbours in (0, 1, 2):
-        of_ends = of_stage(cluster, node, local_ranks=1, ranks=1, neighbours=neighbours, holders=1)
+        of_ends = stage_communicator_bytes(cluster, node, local_ranks=1, ranks=1, neighbours=neighbours, holders=1)
         assert of_ends == of_job + neighbours * boundary
-    synced = of_stage(cluster, node, local_ranks=1, ranks=1, neighbours=2, holders=2) - (of_job + 2 * boundary)
+    synced = stage_communicator_bytes(cluster, node, local_ranks=1, ranks=1, neighbours=2, holders=2) - (
+        of_job + 2 * boundary
+    )
     assert synced == job.collective_bytes(2) + job.message_bytes(0)
     alone = cluster_of("2xL40S")
-    whole = of_stage(alone, alone.nodes[0], local_ranks=2, ranks=2, neighbours=0, holders=1)
+    whole = stage_communicator_bytes(alone, alone.nodes[0], local_ranks=2, ranks=2, neighbours=0, holders=1)
     assert whole == (4 + 2) * inside.collective_bytes(2) + inside.message_bytes(1)
 
 
@@ -179,7 +181,9 @@ def test_what_is_missing_holds_the_communicators_that_are_named() -> None:
     cluster = cluster_of("4xA100-SXM-40GB")
     costs = make_stage_costs("calibrated", cluster, load_model("llama-3.1-70b"), Workload(seq_len=8192))
     text = nothing_fits([costs], None)
-    found = re.search(r"stage (\d), .* exceeds it by (\d+\.\d) GiB; stage \1 counts (\d+\.\d) GiB of NCCL's", text)
+    found = re.search(
+        r"stage (\d), .* exceeds its memory by (\d+\.\d) GiB; stage \1 counts (\d+\.\d) GiB of NCCL's", text
+    )
     assert found is not None, text
     option = costs.stage(0, 1, "one", 1, 1)
     assert option is not None
@@ -192,10 +196,10 @@ def test_what_is_missing_holds_the_communicators_that_are_named() -> None:
 def test_more_groups_and_ranks_never_need_less_than_one_rank_alone() -> None:
     cluster = cluster_of("8xH100-SXM-80GB | 8xA100-SXM-80GB", "25")
     communicators = Communicators.of(cluster, Workload(seq_len=4096))
-    least = communicators.standing_D - communicators.covered_D
+    least = communicators.fixed_bytes_D - communicators.covered_bytes_D
     rng = np.random.default_rng(0)
     for _ in range(50):
         order = rng.permutation(16)
         cuts = np.sort(rng.choice(np.arange(1, 16), size=rng.integers(0, 8), replace=False))
-        needed = communicators.beyond_reserve_D(Grouping(cluster, np.split(order, cuts)))
+        needed = communicators.bytes_beyond_reserve_D(Grouping(cluster, np.split(order, cuts)))
         assert (needed >= least).all() and np.isfinite(needed).all()

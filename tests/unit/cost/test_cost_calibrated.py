@@ -15,6 +15,7 @@ from ds_hetero.cluster import Cluster, cluster_from_dict, load_cluster
 from ds_hetero.cost import Grouping, Workload, calibrated, make_cost_model
 from ds_hetero.cost.terms.exchange import exchange_s
 from ds_hetero.cost.terms.head_cuts import kv_heads_of_ranks, ring_edges
+from ds_hetero.cost.terms.host_memory import host_bytes_of_nodes
 from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
@@ -316,6 +317,55 @@ def test_activations_count_once_per_layer():
     assert kept["attention"].ring_buffers.item() == 0
 
 
+def test_kept_attention_takes_the_memory_of_its_results_and_saves_its_time():
+    """One all-to-all group of two: q, k, v, the output before and after the exchange, and log-sum-exps."""
+    two, equal = cluster(1, 1, latency=20.0), ulysses(2, 8, 4)
+    again, kept = (
+        moments(MODEL, two, equal, activation_checkpointing=True, keep_attention=each) for each in (False, True)
+    )
+    rows, tokens = 4096 * 4, 2048  # half the heads of all tokens, half the tokens
+    of_layer = 2 * 64 * (rows + 2 * rows // 2 + rows + tokens * 8) + 4 * rows
+    assert (kept["loss"].activations - again["loss"].activations).tolist() == [4 * of_layer] * 2
+    assert (again["mlp"].layer - kept["mlp"].layer).tolist() == [of_layer] * 2  # the layer's are there already
+    without = moments(MODEL, two, equal, activation_checkpointing=False, keep_attention=True)
+    assert without["loss"].activations.tolist() == moments(MODEL, two, equal)["loss"].activations.tolist()
+
+    def terms(**work):
+        return cost(two, zero_stage=1, **work).predict(equal).terms
+
+    whole, again, kept = terms(), terms(activation_checkpointing=True), terms(**_KEPT)
+    assert kept.non_attention_s == pytest.approx(again.non_attention_s)
+    assert kept.all_to_all_s == pytest.approx(whole.all_to_all_s)
+    assert kept.ring_steps_s == pytest.approx(whole.ring_steps_s)
+    assert min(again.all_to_all_s / whole.all_to_all_s, again.ring_steps_s / whole.ring_steps_s) > 1.2
+
+
+_KEPT = {"activation_checkpointing": True, "keep_attention": True}
+
+
+def test_kept_attention_of_a_ring_is_output_log_sum_exp_and_the_last_visitor():
+    """A zigzag ring of two, tokens 3:1. The first sees all keys of its visitor, the second half of its visitor's."""
+    uneven, two = plan(((0,), (3,), (8,)), ((1,), (1,), (8,))), cluster(1, 1)
+    again, kept = (
+        moments(MODEL, two, uneven, activation_checkpointing=True, keep_attention=each)["loss"].activations
+        for each in (False, True)
+    )
+    output = [tokens * 8 * (2 * 64 + 4) for tokens in (3072, 1024)]
+    visitor = [2 * 2 * 64 * 4 * keys for keys in (1024, 3072 // 2)]
+    assert (kept - again).tolist() == [4 * (own + other) for own, other in zip(output, visitor, strict=True)]
+
+
+def test_kept_attention_of_offloaded_checkpoints_is_in_the_hosts_memory():
+    two, equal = cluster(1, 1), ulysses(2, 8, 4)
+    work = {"activation_checkpointing": True, "offload_activations": True}
+    again, kept = (cost(two, **work, keep_attention=each) for each in (False, True))
+    on_device = [moments(MODEL, two, equal, **work, keep_attention=each)["mlp"].total for each in (False, True)]
+    assert on_device[0].tolist() == on_device[1].tolist()
+    on_host = [host_bytes_of_nodes(two, MODEL, each.workload, np.array([2048.0, 2048.0])) for each in (again, kept)]
+    of_layer = 2048 * (2 * 64 * (3 * 8 + 4 * 4) + 4 * 8)
+    assert (on_host[1] - on_host[0]).tolist() == [4 * of_layer] * 2
+
+
 def test_logits_take_the_memory_of_a_tile_or_of_all_tokens():
     one = cluster(1)
     final_norm = 4096 * 512 * (4 + 2 + 2)  # fp32, normalized, output
@@ -356,7 +406,7 @@ def test_what_does_not_fit_says_where_and_by_how_much():
     need = found.memory_bytes[0] / 2**30
     # Of 8 GiB an eighth is the reserve of a card that is described by three numbers.
     assert found.reason.startswith(f"rank 0 (d0 on n0) needs {need:.1f} GiB of 7.0: {need - 7:.1f} GiB too much")
-    assert "activations" in found.reason and "1 more ranks do not fit" in found.reason
+    assert "activations" in found.reason and "1 more rank does not fit" in found.reason
 
 
 # --- what must hold always --------------------------------------------------------------------------

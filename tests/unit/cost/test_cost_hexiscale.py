@@ -77,7 +77,7 @@ def test_equation_11_as_printed_counts_the_input_of_a_layer_on_every_device():
     printed = 10 * (48 * 5120**2 * 2 / 2 + VOLUME)
     assert float(memory.peak_bytes(10, True, True, 1)) == pytest.approx(printed)
     of_code = HexiScaleStageCosts(CASE, MODEL, 4096).stage(1, 2, "tensor", 1, 1).memory
-    assert of_code.kept_bytes == VOLUME / 2
+    assert of_code.saved_bytes == VOLUME / 2
 
 
 @pytest.mark.parametrize(("name", "code"), [("hexiscale", True), ("hexiscale-paper", False)])

@@ -1,4 +1,4 @@
-"""Layers that carry a state in the calibrated cost model: hand-worked parts, and what must hold for every schedule."""
+"""Linear-attention and SSM layers in the calibrated cost model: hand-worked parts, and rules for every schedule."""
 
 from __future__ import annotations
 
@@ -116,12 +116,11 @@ def test_a_described_plan_holds_the_model(config):
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (QWEN_NEXT, {"layer_types": ["full_attention", "conv"]}, "layer_types has conv; what can be planned"),
+        (QWEN_NEXT, {"layer_types": ["full_attention", "conv"]}, "layer_types has conv; it must name one of"),
         (QWEN_NEXT, {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 48"),
         (QWEN_NEXT, {"layer_types": 3}, "layer_types must be a list of names, got 3"),
         (QWEN_NEXT, {"linear_num_value_heads": 40}, "40 heads of the scan are not a multiple of its 16 key heads"),
         (QWEN_NEXT, {"linear_key_head_dim": None}, "linear_key_head_dim must be a whole number >= 1, got None"),
-        (QWEN_NEXT, {"mlp_only_layers": [0]}, "mixed layers have no cost model"),
         (BAMBA, {"attn_layer_indices": None}, "no layer has attention, and a schedule cuts heads"),
         (BAMBA, {"attn_layer_indices": [32]}, "attn_layer_indices must be layers from 0 to 31"),
         (BAMBA, {"mamba_n_heads": 100, "mamba_d_head": "auto"}, "mamba_n_heads=100 does not divide"),
@@ -135,10 +134,10 @@ def test_layers_that_have_no_cost_model_are_refused_by_their_key(config, changes
 
 def test_other_cost_models_refuse_them():
     model, machines = model_from_config(BAMBA, "bamba"), cluster(1, 1)
-    with pytest.raises(PlanError, match="HexiSeq's equations have no layers that carry a state"):
+    with pytest.raises(PlanError, match="SSM layers, which HexiSeq's equations do not cover"):
         make_cost_model("published", machines, model, Workload(seq_len=4096))
     for name in STAGE_COSTS:
-        with pytest.raises(PlanError, match="stages of pipelines have no cost model of these"):
+        with pytest.raises(PlanError, match="cost models of pipeline stages cover attention layers only"):
             make_stage_costs(name, machines, model, Workload(seq_len=4096))
 
 
@@ -206,6 +205,27 @@ def test_states_take_no_longer_for_longer_sequences():
         taken.append(times[0].exchange_B[0] - times[1].exchange_B[0])
         assert times[0].work_BD[0] == pytest.approx([3 * times[0].work_BD[0, 1], times[0].work_BD[0, 1]], rel=1e-3)
     assert taken == pytest.approx([4 * 128 * (64 * 128 + 1) / 0.01e9] * 2, rel=1e-3)
+
+
+def test_kept_attention_leaves_the_recomputation_of_recurrent_layers():
+    """The block gets shorter by what attention layers save, and by no more."""
+    nodes = cluster(4, 3, 2, 1, latency_us=20)
+    model, schedule = model_from_config(QWEN_NEXT, "qwen"), ring(4, 16, 2)
+    whole, again, kept = (
+        cost(model, nodes, **work).predict(schedule).block_s
+        for work in (
+            {},
+            {"activation_checkpointing": True},
+            {"activation_checkpointing": True, "keep_attention": True},
+        )
+    )
+    alone = replace(model, recurrent=None)
+    of_attention = [
+        cost(alone, nodes, activation_checkpointing=True, keep_attention=each).predict(schedule).block_s
+        for each in (False, True)
+    ]
+    assert whole < kept < again
+    assert again - kept == pytest.approx((of_attention[0] - of_attention[1]) / 4)
 
 
 @pytest.mark.parametrize("config", [QWEN_NEXT, BAMBA, FALCON], ids=["delta rule", "Mamba-2", "both"])

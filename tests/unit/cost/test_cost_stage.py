@@ -10,14 +10,16 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools
 from ds_hetero.cost.stages.stage_memory import DeviceParameters
 from ds_hetero.cost.terms.rates import AchievedRates
+from ds_hetero.cost.terms.trained import layer_weight_bytes, weight_bytes
 from ds_hetero.cost.workload import BUCKET_BYTES, Buffers, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.models.trained_weights import adapter_parameters
 from ds_hetero.sharding.gradient_chunks import chunks_of, gathered_elements, reduced_elements
 from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.values.baselines import ulysses
@@ -38,10 +40,25 @@ def parameters_of(model: ModelSpec, start: int, stop: int) -> int:
     return (stop - start) * model.layer_parameters + tables * table + has_head * model.hidden_size
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_one_device_takes_what_its_own_cost_model_says(checkpointing, causal):
-    work = replace(WORK, activation_checkpointing=checkpointing, causal=causal, micro_batch=2)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": False},
+        {"adapter_rank": 16},
+        {"adapter_rank": 16, "trains_embedding": True},
+        {"adapter_rank": 16, "quantization": "nf4"},
+        {"fused_kernels": True, "tiled_logits": True},
+    ],
+    ids=lambda changes: " ".join(changes) or "plain",
+)
+@pytest.mark.parametrize("checkpointing", [True, False, "selective"])
+def test_one_device_takes_what_its_own_cost_model_says(checkpointing, changes):
+    recomputation = {
+        "activation_checkpointing": checkpointing is True,
+        "selective_checkpointing": checkpointing == "selective",
+    }
+    work = replace(WORK, micro_batch=2, **recomputation, **changes)
     costs = CalibratedStageCosts(CLUSTER, MODEL, work)
     for kind, pool in enumerate(costs.pools.largest):
         option = costs.stage(kind, 1, "one", 2, 1)
@@ -50,7 +67,67 @@ def test_one_device_takes_what_its_own_cost_model_says(checkpointing, causal):
         assert option.layer_s == pytest.approx(alone.block_s(*flat), 1e-9)
         assert option.last_s == pytest.approx(alone.outside_blocks_s(flat[1])["loss_s"], 1e-9)
         kept = alone.memory_phases(*flat)["loss"].activations[0] / MODEL.num_layers
-        assert option.memory.kept_bytes == pytest.approx(kept, 1e-9)
+        assert option.memory.saved_bytes == pytest.approx(kept, 1e-9)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_stage_of_adapters_holds_frozen_weights_and_the_states_of_adapters_alone(quantization):
+    """Weights of the whole model as without pipelines; gradients in fp32 and optimizer state of adapters alone."""
+    work = replace(WORK, adapter_rank=16, quantization=quantization)
+    memory = CalibratedStageCosts(CLUSTER, MODEL, work).stage(3, 1, "one", 1, 1).memory
+    adapters = adapter_parameters(MODEL, 16)
+    assert memory.layer_bytes == layer_weight_bytes(MODEL, work) + (4 + 12) * adapters
+    step = memory.phases(MODEL.num_layers, True, True, 1)["last, mlp"]
+    final_norm_bytes = 2 * MODEL.hidden_size
+    assert step.weights == weight_bytes(MODEL, work) - final_norm_bytes
+    assert step.gradients == 4 * MODEL.num_layers * adapters
+    assert step.optimizer_state == 12 * MODEL.num_layers * adapters
+    assert step.bucket == min(BUCKET_BYTES, 2 * MODEL.num_layers * adapters)
+
+
+def test_stages_that_share_sequences_count_adapters_as_their_schedule_does():
+    """Two devices of one pool: the time of their layer is that of a job without pipelines on these two."""
+    work = replace(WORK, adapter_rank=16, quantization="nf4", zero_stage=1)
+    costs = CalibratedStageCosts(CLUSTER, MODEL, work)
+    option = costs.stage(3, 2, "sequence", 1, 1)
+    part = PoolPart(3, costs.pools.largest[3].node, 2)
+    shared = CalibratedCostModel(CLUSTER.subset(costs.pools.largest[3].ranks[:2]), MODEL, work)
+    assert option.layer_s == pytest.approx(shared.block_s(*shared.arrays(costs.schedule((part,), 1))), 1e-9)
+
+
+def test_tensor_stages_share_adapters_and_never_quantized_weights():
+    """Each of q, k, v, o, gate, up and down has one of its adapter's matrices whole on both devices."""
+    work = replace(WORK, adapter_rank=16)
+    one, two = (CalibratedStageCosts(CLUSTER, MODEL, work).stage(3, size, "tensor", 1, 1).memory for size in (1, 2))
+    whole = 16 * 7 * MODEL.hidden_size
+    assert two.of_layer.trained == whole + (one.of_layer.trained - whole) / 2
+    assert two.of_layer.owned == one.of_layer.owned / 2
+    packed = CalibratedStageCosts(CLUSTER, MODEL, replace(work, quantization="nf4"))
+    assert packed.stage(3, 2, "tensor", 1, 1) is None
+
+
+def test_gradients_of_adapters_alone_travel_between_pipelines():
+    """Two pipelines of one stage: what is reduced has the size of the adapters, not of the model."""
+    sync_s = {}
+    for rank in (0, 16):
+        costs = CalibratedStageCosts(CLUSTER, MODEL, replace(WORK, adapter_rank=rank))
+        pool = costs.pools.largest[3]
+        block = DeviceBlock(3, pool.node, 1, "one")
+        sync_s[rank] = costs.sync_times([PlacedPipeline((block,), (MODEL.num_layers,), 1, 1)] * 2).reduce_s
+    adapters = MODEL.num_layers * adapter_parameters(MODEL, 16)
+    assert sync_s[16] / sync_s[0] == pytest.approx(adapters / parameters_of(MODEL, 0, MODEL.num_layers), rel=0.01)
+
+
+def test_the_loss_of_stages_is_never_that_of_ligers_kernels():
+    """Stages sum the cross entropy of logits themselves: without tiles the logits of all tokens exist."""
+    work = replace(WORK, tiled_logits=False)
+    plain, fused = (
+        CalibratedStageCosts(CLUSTER, MODEL, replace(work, fused_kernels=is_fused)) for is_fused in (False, True)
+    )
+    for size, inner in ((1, "one"), (2, "tensor"), (2, "sequence")):
+        lean, usual = (costs.stage(3, size, inner, 1, 1) for costs in (fused, plain))
+        assert (lean.memory.logits, lean.last_s) == (usual.memory.logits, usual.last_s)
+        assert lean.memory.layer.mlp_saved_bytes < usual.memory.layer.mlp_saved_bytes
 
 
 def test_tensor_parallelism_divides_work_and_adds_all_reduces():
@@ -66,8 +143,8 @@ def test_tensor_stages_cut_embedding_head_and_logits_and_add_all_reduces():
     costs = CalibratedStageCosts(CLUSTER, MODEL, WORK)
     one, two = (costs.stage(3, size, inner, 1, 1) for size, inner in ((1, "one"), (2, "tensor")))
     table = MODEL.vocab_size * MODEL.hidden_size
-    assert one.memory.of_end == DeviceParameters(table, table)
-    assert two.memory.of_end == DeviceParameters(table / 2, table / 2)
+    assert one.memory.of_end == DeviceParameters(weight_bytes=2 * table, trained=table, owned=table)
+    assert two.memory.of_end == DeviceParameters(weight_bytes=table, trained=table / 2, owned=table / 2)
     assert two.memory.logits == one.memory.logits / 2
     link = CLUSTER.nodes[3].link
 
@@ -147,7 +224,7 @@ def test_hosts_of_a_stage_take_time_for_messages_with_neighbours_and_for_all_red
 def test_sequence_parallelism_keeps_parameters_and_divides_activations():
     costs = CalibratedStageCosts(CLUSTER, MODEL, WORK)
     one, four = costs.stage(3, 1, "one", 1, 1), costs.stage(3, 4, "sequence", 1, 1)
-    assert four.memory.kept_bytes == pytest.approx(one.memory.kept_bytes / 4)
+    assert four.memory.saved_bytes == pytest.approx(one.memory.saved_bytes / 4)
     assert four.memory.layer_bytes < one.memory.layer_bytes  # four ranks own the optimizer state
     assert four.memory.layer_bytes > one.memory.layer_bytes / 4
     assert one.layer_s / 4 < four.layer_s < one.layer_s

@@ -146,7 +146,7 @@ def test_offloads_end_where_the_memory_of_the_machine_does():
     unknown, enough, few = (on_host(**node).predict(schedule) for node in ({}, gib(160), gib(150)))
     assert unknown.host_bytes == (pytest.approx(14 * LLAMA.num_parameters, rel=1e-6),)
     assert unknown.feasible and enough.feasible and not few.feasible
-    assert "of whose 150.0 GiB 68% are free" in few.reason
+    assert "of whose 150.0 GiB 68 % are free" in few.reason
     assert longest_sequence(on_host(**gib(160))) > 4096 and longest_sequence(on_host(**gib(150))) == 0
     assert cluster_from_dict(cluster_to_dict(on_host(**gib(150)).cluster)).nodes[0].host_memory_bytes == 150 * 2**30
 

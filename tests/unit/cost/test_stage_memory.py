@@ -21,7 +21,7 @@ from tests.support import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "pipelines_memory.json").read_text())["cases"][0]
 PEAKS = [row for name in ("fit.json", "fit_adapters.json") for row in json.loads((RESULTS / name).read_text())["rows"]]
-TOO_HIGH = {  # estimates of adapters that are further off, always too high; see docs/measured.md
+TOO_HIGH = {  # estimates of adapters that are further off, always too high
     "Ulysses 3:1, heads 6:2, ZeRO 3, QLoRA": 0.083,
     "ring 3:1, ZeRO 2 by weights 3:1, bf16, LoRA": 0.104,
     "group of 2 and 1 in a ring, wide, ZeRO 3, bf16, QLoRA": 0.213,
@@ -74,6 +74,6 @@ def test_offloaded_activations_leave_the_cards_of_stages(inner):
         .memory
         for each in (False, True)
     )
-    of_layer = kept.kept_bytes
+    of_layer = kept.saved_bytes
     saved = kept.peak_bytes(8, False, False, 2) - offloaded.peak_bytes(8, False, False, 2)
     assert saved == pytest.approx((2 * 8 - 1) * of_layer)

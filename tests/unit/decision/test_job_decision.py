@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from ds_hetero.cost.workload import Buffers
+from ds_hetero.decision.chosen_text import kept_attention_lines
 from ds_hetero.decision.decide import decide, depends_on_measuring
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts, workload_of
-from ds_hetero.engine.ds_config import enabled, read_training_facts, section_of
+from ds_hetero.engine.ds_config import has_active_section, read_training_facts, section_of
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, ModelError, PlanError
-from ds_hetero.job.start import MeasuredClusters, Request, World, agree_on_facts, agree_on_request, start_job
+from ds_hetero.job.start import ClusterCache, Request, World, agree_on_facts, agree_on_request, start_job
 from ds_hetero.models import load_model
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.section import read_section
@@ -97,13 +98,13 @@ def test_what_is_left_out_or_auto_has_its_default() -> None:
     ids=["none", "no section", "disabled", "section"],
 )
 def test_the_section_says_whether_this_engine_runs(ds_config: Any, asks: bool, reads: str | None) -> None:
-    assert enabled(ds_config) is asks
+    assert has_active_section(ds_config) is asks
     section = None if ds_config is None else section_of(ds_config)
     assert (None if section is None else section.schedule) == reads
 
 
 def test_a_section_that_is_wrong_asks_for_this_engine_and_is_then_refused() -> None:
-    assert enabled({"heterogeneity": True})
+    assert has_active_section({"heterogeneity": True})
     with pytest.raises(ConfigError, match="must be an object"):
         section_of({"heterogeneity": True})
 
@@ -204,7 +205,7 @@ class OneRankOf(World):
 
 
 def test_a_job_is_started_again_for_another_world() -> None:
-    clusters = MeasuredClusters()
+    clusters = ClusterCache()
     facts = {size: facts_of(cluster=cluster(size), seq_len=8192) for size in (3, 4)}
     starts = []
     for size in (4, 3, 4):
@@ -217,7 +218,7 @@ def test_a_job_is_started_again_for_another_world() -> None:
 
 
 def test_a_second_start_keeps_the_plan_as_long_as_the_section_stays() -> None:
-    world, clusters = OneRankOf(rank=0, size=4), MeasuredClusters()
+    world, clusters = OneRankOf(rank=0, size=4), ClusterCache()
     before = start_job(world, facts_of(cluster=cluster(4)), clusters)
     later = facts_of(TrainingFacts(zero_stage=2, micro_batch_size=8), cluster=cluster(4))
     after = start_job(world, later, clusters, before)
@@ -287,3 +288,36 @@ def test_shares_by_memory_let_the_search_find_what_equal_shares_do_not_fit() -> 
     (forecast,) = decision.forecasts
     assert forecast.prediction.feasible and decision.zero_weights is not None
     assert decision.zero_weights[2] < 0.5 * decision.zero_weights[0]
+
+
+@pytest.mark.parametrize(
+    ("wish", "seq_len", "checkpointing", "keeps"),
+    [
+        ("where_it_fits", 65_536, True, True),
+        ("where_it_fits", 327_680, True, False),
+        (True, 327_680, True, True),
+        ("where_it_fits", 65_536, False, False),
+        (False, 65_536, True, False),
+    ],
+    ids=["fits", "does not fit", "does not fit, but is wanted", "no checkpoints", "is not wanted"],
+)
+def test_attention_is_kept_where_it_fits(wish: Any, seq_len: int, checkpointing: bool, keeps: bool) -> None:
+    section = {"schedule": "ring", "cluster": cluster(4), "seq_len": seq_len, "tile_tokens": 4096}
+    facts = facts_of(**section, keep_attention=wish)
+    facts = replace(facts, model=replace(MODEL, checkpointing=checkpointing))
+    start = decide(facts, 4, measured=None, on_host=False)
+    assert start.keeps_attention is keeps
+    (forecast,) = start.forecasts
+    assert forecast.cost.workload.keep_attention is keeps
+    assert forecast.prediction.feasible is (wish is not True and checkpointing)
+
+
+def test_what_kept_attention_does_not_do_is_said() -> None:
+    facts = facts_of(schedule="ring", cluster=cluster(4), keep_attention=True)
+    (line,) = kept_attention_lines(decide(facts, 4, measured=None, on_host=False))
+    assert "no layer of m is checkpointed" in line
+    checkpointed = replace(facts, model=replace(MODEL, checkpointing=True))
+    assert not list(kept_attention_lines(decide(checkpointed, 4, measured=None, on_host=False)))
+    hybrid = replace(checkpointed.model, spec=load_model("qwen3-next-80b-a3b"), num_heads=16, num_kv_heads=2)
+    (line,) = kept_attention_lines(decide(replace(checkpointed, model=hybrid), 4, measured=None, on_host=False))
+    assert "keeps the 12 attention layers of m" in line

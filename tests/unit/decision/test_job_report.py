@@ -6,7 +6,7 @@ import pytest
 
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
-from ds_hetero.decision.decide import forecast
+from ds_hetero.decision.forecast import forecast
 from ds_hetero.decision.start_text import forecast_text
 from ds_hetero.job.start import plan_text
 from ds_hetero.models import load_model
@@ -48,11 +48,22 @@ def test_one_line_names_the_schedule_and_its_shape(schedules, source, text):
     assert plan_text(plan, HeterogeneitySection(schedule=source)) == text
 
 
-def test_one_line_names_the_samples_of_every_rank_where_no_sequence_is_split():
-    schedules = [ulysses(1, 1, 1), ulysses(1, 1, 1).shifted(1)]
-    plan = Plan.of_replicas(schedules, BatchSplit(micro_batch_sizes=(6, 2), micro_batches=(1, 1)))
-    text = plan_text(plan, HeterogeneitySection(batch=[6, 2]))
-    assert text == "2 ranks, whole samples by rank: 6 | 2 in a micro-batch"
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        ((6, 2), "2 ranks, whole samples by rank: 6 | 2 in a micro-batch"),
+        ((3,), "1 rank, whole samples by rank: 3 in a micro-batch"),
+        (
+            tuple(range(1, 11)),
+            "10 ranks, whole samples by rank: 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 2 more in a micro-batch",
+        ),
+    ],
+)
+def test_one_line_names_the_samples_of_every_rank_where_no_sequence_is_split(samples, text):
+    """And not the groups, heads and tokens of schedules of one rank each, which nobody has asked for."""
+    schedules = [ulysses(1, 1, 1).shifted(rank) for rank in range(len(samples))]
+    plan = Plan.of_replicas(schedules, BatchSplit(micro_batch_sizes=samples, micro_batches=(1,) * len(samples)))
+    assert plan_text(plan, HeterogeneitySection(batch=list(samples))) == text
 
 
 def test_a_prediction_says_that_the_time_of_offloading_is_not_in_it():

@@ -10,7 +10,7 @@ import pytest
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.decision.decide import given_plan, is_of_pipelines, wants_search
+from ds_hetero.decision.decide import wants_search
 from ds_hetero.decision.decide_pipelines import (
     PipelineFacts,
     check_pipeline_section,
@@ -20,6 +20,7 @@ from ds_hetero.decision.decide_pipelines import (
     search_pipelines,
 )
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts, workload_of
+from ds_hetero.decision.resolve import given_plan, is_of_pipelines
 from ds_hetero.decision.start_text import pipelines_text
 from ds_hetero.errors import ConfigError
 from ds_hetero.models import load_model
@@ -75,6 +76,7 @@ ASKED = {
     "checks.compare_every": {"checks": {"compare_every": 5}},
     "verify": {"verify": "always"},
     "evaluation": {"evaluation": "whole"},
+    "keep_attention": {"keep_attention": "where_it_fits"},
 }
 
 
@@ -108,15 +110,15 @@ def test_a_key_that_has_nothing_to_say_in_some_stages_is_named():
 
 
 def test_the_docs_have_the_table_of_keys():
-    text = Path("docs/pipelines.md").read_text(encoding="utf-8")
+    text = Path("docs/pipeline-details.md").read_text(encoding="utf-8")
     for row in key_rows():
         assert row in text, row
 
 
 def key_rows():
-    """The rows of docs/pipelines.md."""
+    """The rows of docs/pipeline-details.md."""
     for path, key in SECTION_KEYS.items():
-        cells = ["refused" if key.refused else "nothing to say" if inner in key.idle else "yes" for inner in INNER]
+        cells = ["refused" if key.refused else "no effect" if inner in key.idle else "yes" for inner in INNER]
         why = key.refused or next(iter(key.idle.values()), "")
         yield f"| `{path}` | {' | '.join(cells)} | {why} |"
 
@@ -145,7 +147,7 @@ def test_a_plan_that_fits_only_with_weighted_owners_is_run_and_kept_with_them(tm
         model=ModelFacts(name="m", num_heads=8, num_kv_heads=1, spec=spec, dtype="float32", element_bytes=4),
         training=TrainingFacts(train_batch_size=8),
     )
-    facts = PipelineFacts(job=job, no_inners={"sequence": "left out"})
+    facts = PipelineFacts(job=job, impossible_stage_kinds={"sequence": "left out"})
     searched = search_pipelines(facts, 2, measured=None, on_host=True)
     (big, one), (small, less) = searched.plan.zero.owner_weights
     assert (big, one, small) == (0, 1.0, 1) and 0 < less < 0.5
@@ -206,11 +208,13 @@ def test_what_a_model_cannot_run_is_left_out():
     job = JobFacts(
         section=read_section({}), model=ModelFacts(name="m", num_heads=4, num_kv_heads=4), training=TrainingFacts()
     )
-    assert PipelineFacts(job=job, no_inners={"tensor": "adapters"}).inners == ("sequence",)
+    assert PipelineFacts(job=job, impossible_stage_kinds={"tensor": "adapters"}).stage_kinds == ("sequence",)
 
 
 def test_layers_of_plans_that_are_searched_for_can_move_where_that_is_asked_for():
     facts = ModelFacts(name="m", num_heads=4, num_kv_heads=4)
     section = read_section({"parallel": "full", "replan": {"enabled": True}})
-    moving = PipelineFacts(job=JobFacts(section=section, model=facts, training=TrainingFacts()), no_inners={})
-    assert moving.inners == ("tensor", "sequence")
+    moving = PipelineFacts(
+        job=JobFacts(section=section, model=facts, training=TrainingFacts()), impossible_stage_kinds={}
+    )
+    assert moving.stage_kinds == ("tensor", "sequence")

@@ -12,7 +12,7 @@ def _through(tmp_path, content):
     file = SegmentFile(tmp_path / "own-a-A.seg")
     room = file.begin(content.num_bytes)
     content.write_now(room)
-    assert content.write_held(room)
+    assert content.write_deferred(room)
     room.release()
     save = Save(step=1, start="1", world_size=1)
     sizes = {"end_bytes": content.num_bytes, "index_bytes": content.index_bytes}
@@ -60,7 +60,7 @@ def test_whatever_is_not_held_may_change_as_soon_as_control_is_back(tmp_path, ha
         with file.begin(content.num_bytes) as room:
             content.write_now(room)
     else:
-        content.take_now()
+        content.copy_to_host_now()
     for one in (state["tensor"], state["view"], state["parameter"].data, state["small"], state["array"]):
         one += 1
     state["list"][1][0], state["bytes"][7] = 9, 9
@@ -77,7 +77,7 @@ def test_a_copy_of_what_was_held_and_changed_all_the_same_does_not_count(change)
     content = Content({"weights": weights, "moments": moments}, held, changed.update)
     with torch.no_grad():
         change(weights)
-    assert not content.write_held(memoryview(bytearray(content.num_bytes)))
+    assert not content.write_deferred(memoryview(bytearray(content.num_bytes)))
     assert changed == {weights.data_ptr()}
 
 

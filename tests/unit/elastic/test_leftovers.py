@@ -10,16 +10,16 @@ import pytest
 
 from ds_hetero.common.text import unlike_bytes_texts
 from ds_hetero.elastic.node import place as place_module
-from ds_hetero.elastic.node.leftovers import hold, leftovers, sweep
+from ds_hetero.elastic.node.leftovers import leftovers, lock_as_alive, sweep
 from ds_hetero.elastic.node.place import NodePlace
 from ds_hetero.elastic.segments import Header, Save, SegmentFile, signed
 from ds_hetero.errors import ConfigError
 
 HOLD = """
 import sys, time
-from ds_hetero.elastic.node.leftovers import hold
+from ds_hetero.elastic.node.leftovers import lock_as_alive
 from ds_hetero.elastic.node.place import NodePlace
-hold(NodePlace.of(sys.argv[1], "n0"))
+lock_as_alive(NodePlace.of(sys.argv[1], "n0"))
 print("holds", flush=True)
 sys.stdin.read()
 """
@@ -59,7 +59,7 @@ def node(tmp_path, monkeypatch):
 def test_of_jobs_that_have_ended_what_nobody_needs_is_deleted_and_the_rest_when_room_is_needed(node):
     gone, well, kept = node("gone"), node("well", has_saves=True, has_ended_well=True), node("kept", has_saves=True)
     own = NodePlace.of("own", "n0")
-    hold(own)
+    lock_as_alive(own)
     assert {one.job for one in sweep(own)} == {"gone", "well"}
     assert not gone.folder.parent.exists() and not well.folder.parent.exists() and kept.folder.exists()
     (left,) = leftovers(own)
@@ -71,7 +71,7 @@ def test_of_jobs_that_have_ended_what_nobody_needs_is_deleted_and_the_rest_when_
 def test_nothing_of_a_job_that_lives_is_deleted_nor_of_this_ones_other_nodes(node, tmp_path):
     other = node("own", has_saves=True)
     own = NodePlace.of("own", "n1")
-    hold(own)
+    lock_as_alive(own)
     with _owner("alive") as owner:
         assert sweep(own, with_saves=True) == []
         assert NodePlace.of("alive", "n0").folder.exists()
@@ -83,7 +83,7 @@ def test_nothing_of_a_job_that_lives_is_deleted_nor_of_this_ones_other_nodes(nod
 
 def test_small_files_of_a_job_that_has_ended_do_not_speak_to_the_next(tmp_path):
     place = NodePlace(job="job", node="n", folder=tmp_path)
-    names = ["broken-3.json", "beat-n-0-0.json", "end-n-0-0.json", "done-n-0.json", "meeting-n-0.json"]
+    names = ["broken-3.json", "beat-n-0-0.json", "end-n-0-0.json", "done-n-0.json", "rendezvous-n-0.json"]
     for name in names:
         place.write(name, {})
     (tmp_path / ".beat-n-0-0.json.77.abcd").touch()
@@ -142,9 +142,9 @@ def test_sizes_are_printed_in_a_unit_in_which_they_differ(sizes, texts):
 
 def test_a_folder_that_was_swept_amid_the_start_is_made_again(tmp_path, monkeypatch):
     place = NodePlace(job="job", node="n", folder=tmp_path / "again")
-    hold(place)
+    lock_as_alive(place)
     assert (place.folder / ".owner").exists()
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked").chmod(0o777)
     with pytest.raises(ConfigError):
-        hold(NodePlace(job="job", node="n", folder=tmp_path / "locked"))
+        lock_as_alive(NodePlace(job="job", node="n", folder=tmp_path / "locked"))

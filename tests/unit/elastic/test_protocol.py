@@ -8,13 +8,13 @@ import pytest
 
 from ds_hetero.elastic.save_rules import (
     SLOTS,
-    Holding,
     Part,
+    PartCopy,
+    choose_copy_nodes,
     choose_slot,
     committed_step,
-    place_copies,
+    complete_saves,
     slot_bytes,
-    whole_saves,
 )
 from ds_hetero.elastic.segments import Save
 
@@ -32,23 +32,23 @@ def test_the_committed_save_is_never_overwritten():
 
 def test_the_newest_save_with_all_parts_wins():
     here = [
-        Holding(_save(4), 0, ("n0", "own")),
-        Holding(_save(5), 0, ("n0", "own2")),
-        Holding(_save(4), 1, ("n0", "copy")),
-        Holding(_save(4), 1, ("n1", "own")),
-        Holding(_save(5, "2"), 1, ("n1", "own2")),  # of another start
+        PartCopy(_save(4), 0, ("n0", "own")),
+        PartCopy(_save(5), 0, ("n0", "own2")),
+        PartCopy(_save(4), 1, ("n0", "copy")),
+        PartCopy(_save(4), 1, ("n1", "own")),
+        PartCopy(_save(5, "2"), 1, ("n1", "own2")),  # of another start
     ]
-    assert whole_saves(here) == [(_save(4), {0: [("n0", "own")], 1: [("n0", "copy"), ("n1", "own")]})]
-    assert whole_saves([]) == []
+    assert complete_saves(here) == [(_save(4), {0: [("n0", "own")], 1: [("n0", "copy"), ("n1", "own")]})]
+    assert complete_saves([]) == []
     assert committed_step([4, 6, 5]) == 4
 
 
 def test_copies_go_to_other_nodes_with_most_room():
     parts = [Part(rank=0, node="a", num_bytes=30), Part(rank=1, node="b", num_bytes=10)]
-    assert place_copies(parts, {"a": 100, "b": 100, "c": 100}, 1) == {0: ("b",), 1: ("a",)}
-    assert place_copies(parts, {"a": 100, "b": 50, "c": 100}, 2) == {0: ("c", "b"), 1: ("a", "c")}
-    assert place_copies(parts, {"a": 100}, 1) == {0: (), 1: ("a",)}
-    assert place_copies([Part(rank=0, node="a", num_bytes=1)], {"a": 5}, 2) == {0: ()}
+    assert choose_copy_nodes(parts, {"a": 100, "b": 100, "c": 100}, 1) == {0: ("b",), 1: ("a",)}
+    assert choose_copy_nodes(parts, {"a": 100, "b": 50, "c": 100}, 2) == {0: ("c", "b"), 1: ("a", "c")}
+    assert choose_copy_nodes(parts, {"a": 100}, 1) == {0: (), 1: ("a",)}
+    assert choose_copy_nodes([Part(rank=0, node="a", num_bytes=1)], {"a": 5}, 2) == {0: ()}
 
 
 def test_two_slots_are_needed_of_each_own_part_and_of_each_copy():
@@ -85,7 +85,9 @@ def _frozen(files):
 
 def _whole(world):
     files = _files(world)
-    return whole_saves(Holding(save, content[2], (place[0], str(place))) for place, (save, content) in files.items())
+    return complete_saves(
+        PartCopy(save, content[2], (place[0], str(place))) for place, (save, content) in files.items()
+    )
 
 
 def _begin_save(world, copies):
@@ -103,7 +105,7 @@ def _begin_save(world, copies):
 
 def _targets(world, rank, copies):
     parts = [Part(rank=r, node=node, num_bytes=1) for r, node in enumerate(world.ranks)]
-    return place_copies(parts, dict.fromkeys(world.ranks, 10), copies)[rank]
+    return choose_copy_nodes(parts, dict.fromkeys(world.ranks, 10), copies)[rank]
 
 
 def _advance(world, rank, copies):

@@ -54,7 +54,7 @@ def test_a_worker_that_runs_may_be_silent_for_longer_than_one_that_is_stopped(
 ):
     monkeypatch.setenv("DS_HETERO_ELASTIC_SILENCE_S", "5")
     place = NodePlace(job="job", node="n", folder=tmp_path)
-    handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
+    handler = rendezvous.AgentRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
     with subprocess.Popen(["sleep", "60"]) as worker:
         if is_stopped:
             _stop(worker)
@@ -71,7 +71,7 @@ def test_a_worker_that_was_stopped_before_its_first_sign_of_life_is_killed(round
     monkeypatch.setenv("DS_HETERO_ELASTIC_SILENCE_S", "5")
     place = NodePlace(job="job", node="n", folder=tmp_path)
     place.show_life("n-0-0", os.getpid(), 7, has_stepped=True)  # of an earlier round, and no sign of this one
-    handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
+    handler = rendezvous.AgentRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
     handler._round_began_s = time.monotonic() - round_s
     with subprocess.Popen(["sleep", "60"]) as worker, subprocess.Popen(["sleep", "60"]) as running:
         _stop(worker)
@@ -94,7 +94,7 @@ def test_the_first_sign_of_life_of_a_forked_worker_is_its_servers(tmp_path):
     place = NodePlace.of("job", "n", environment)
     place.make()
     path = tmp_path / "socket"
-    code = f"from ds_hetero.elastic.node.warm import WarmServer; WarmServer({str(path)!r}).serve()"
+    code = f"from ds_hetero.elastic.node.fork_server import ForkServer; ForkServer({str(path)!r}).serve()"
     client = [sys.executable, "-S", "-E", place_of.__file__.replace("place.py", "client.py"), str(path)]
     with subprocess.Popen([sys.executable, "-c", code]) as server:
         while not path.exists():
@@ -117,7 +117,7 @@ def test_the_first_sign_of_life_of_a_forked_worker_is_its_servers(tmp_path):
 
 def test_the_last_words_are_of_the_worker_that_did_not_end_with_another(tmp_path):
     place = NodePlace(job="job", node="n", folder=tmp_path)
-    handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
+    handler = rendezvous.AgentRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
     for rank, (error, is_of_peer) in enumerate([("PeerError: gone", True), ("ValueError: x", False), ("Peer", True)]):
         worker = Worker(place=place, agent="n-0", local_rank=rank, round_number=0)
         worker.note_step(5)

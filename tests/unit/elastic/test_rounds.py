@@ -31,7 +31,7 @@ class Agent:
 
 
 def _three(rules=None):
-    rounds = Rounds(rules or RoundRules(least=2, start=3))
+    rounds = Rounds(rules or RoundRules(min_agents=2, agents_at_start=3))
     agents = [Agent(rounds, name) for name in "bac"]
     for agent in agents:
         agent.join(0.0)
@@ -41,7 +41,7 @@ def _three(rules=None):
 
 
 def test_the_first_round_begins_with_all_in_order_of_names():
-    rounds = Rounds(RoundRules(least=2, start=3))
+    rounds = Rounds(RoundRules(min_agents=2, agents_at_start=3))
     first, second = Agent(rounds, "b").join(0.0), Agent(rounds, "a").join(1.0)
     assert first.heard == second.heard == []
     third = Agent(rounds, "c").join(2.0)
@@ -50,7 +50,7 @@ def test_the_first_round_begins_with_all_in_order_of_names():
 
 
 def test_the_first_round_begins_with_the_least_after_a_while():
-    rounds = Rounds(RoundRules(least=2, start=3, patience_s=30))
+    rounds = Rounds(RoundRules(min_agents=2, agents_at_start=3, patience_s=30))
     first, _ = Agent(rounds, "a").join(0.0), Agent(rounds, "b").join(1.0)
     rounds.tick(29.0)
     assert first.heard == []
@@ -106,7 +106,7 @@ def test_who_comes_back_on_another_connection_is_not_dropped_with_the_old_one():
 
 
 def test_too_few_wait_and_then_the_job_ends_with_the_reason():
-    rounds, b, a, c = _three(RoundRules(least=2, start=3, wait_s=100))
+    rounds, b, a, c = _three(RoundRules(min_agents=2, agents_at_start=3, wait_s=100))
     a.leave(1.0)
     b.leave(1.0)
     c.join(2.0)
@@ -123,7 +123,7 @@ def test_the_least_may_be_raised_while_a_round_runs():
 
 
 def test_a_member_that_does_not_come_is_left_behind():
-    rounds, b, a, c = _three(RoundRules(least=1, start=3, majority=False, rejoin_s=45))
+    rounds, b, a, c = _three(RoundRules(min_agents=1, agents_at_start=3, needs_majority=False, rejoin_s=45))
     c.leave(1.0)
     a.join(2.0)
     rounds.tick(40.0)
@@ -197,7 +197,7 @@ def test_after_a_good_end_nobody_begins_again():
 
 
 def _taken_over(rules, *, num_lost=1):
-    _, b, a, c = _three(RoundRules(least=1, start=3))
+    _, b, a, c = _three(RoundRules(min_agents=1, agents_at_start=3))
     other = Rounds(rules)
     left = [a, b, c][num_lost:]
     for agent in left:
@@ -207,7 +207,7 @@ def _taken_over(rules, *, num_lost=1):
 
 
 def test_another_server_goes_on_with_a_round_that_agents_bring():
-    other, (b, c) = _taken_over(RoundRules(least=1, attach_s=6))
+    other, (b, c) = _taken_over(RoundRules(min_agents=1, attach_s=6))
     b.attach(10.0)
     c.attach(11.0)
     other.tick(12.0)
@@ -220,7 +220,7 @@ def test_another_server_goes_on_with_a_round_that_agents_bring():
 
 
 def test_another_server_waits_for_members_that_may_still_come():
-    other, (b, c) = _taken_over(RoundRules(least=1, attach_s=6))
+    other, (b, c) = _taken_over(RoundRules(min_agents=1, attach_s=6))
     b.join(10.0)
     assert "round" not in b.heard[1:] and other.number == 1
     c.join(12.0)
@@ -231,13 +231,13 @@ def test_another_server_waits_for_members_that_may_still_come():
 
 
 def test_less_than_half_does_not_go_on_at_another_server_unless_it_was_allowed():
-    other, (c,) = _taken_over(RoundRules(least=1, wait_s=50), num_lost=2)
+    other, (c,) = _taken_over(RoundRules(min_agents=1, wait_s=50), num_lost=2)
     c.join(10.0)
     other.tick(17.0)
     assert len(c.heard) == 1
     other.tick(61.0)
     assert "only 1 agents waited for a round, which needs 2" in c.last()["closed"]
-    allowed, (c,) = _taken_over(RoundRules(majority=False), num_lost=2)
+    allowed, (c,) = _taken_over(RoundRules(needs_majority=False), num_lost=2)
     c.join(10.0)
     allowed.tick(17.0)
     assert c.last()["round"]["members"] == ["c"]
@@ -252,7 +252,7 @@ def _rejoin(rounds, agents, lost, now_s=5.0):
 
 
 def test_the_smaller_side_of_a_cut_waits_also_where_the_round_was_begun():
-    rounds, b, a, c = _three(RoundRules(least=1, start=3, wait_s=50))
+    rounds, b, a, c = _three(RoundRules(min_agents=1, agents_at_start=3, wait_s=50))
     _rejoin(rounds, [a], lost=[b, c])
     assert "round" not in a.last()
     d = Agent(rounds, "d").join(7.0)  # a newcomer is no witness of where the others are
@@ -263,10 +263,10 @@ def test_the_smaller_side_of_a_cut_waits_also_where_the_round_was_begun():
 
 
 def test_of_two_halves_the_one_where_the_round_was_begun_goes_on():
-    rounds = Rounds(RoundRules(least=1, start=2))
+    rounds = Rounds(RoundRules(min_agents=1, agents_at_start=2))
     a, b = Agent(rounds, "a").join(0.0), Agent(rounds, "b").join(0.0)
     b.last()
-    other = Rounds(RoundRules(least=1, attach_s=6))
+    other = Rounds(RoundRules(min_agents=1, attach_s=6))
     _rejoin(rounds, [a], lost=[b])
     assert a.last()["round"]["members"] == ["a"]
     b.rounds, b.heard = other, [{"round": b.round_}]
@@ -276,7 +276,7 @@ def test_of_two_halves_the_one_where_the_round_was_begun_goes_on():
 
 
 def test_no_round_begins_without_its_members_before_it_was_looked_for_them():
-    rounds, b, a, c = _three(RoundRules(least=1, start=3, searches=True))
+    rounds, b, a, c = _three(RoundRules(min_agents=1, agents_at_start=3, searches=True))
     _rejoin(rounds, [a, b], lost=[c])
     assert "round" not in b.last() and rounds.must_search
     rounds.note_search()
@@ -286,19 +286,19 @@ def test_no_round_begins_without_its_members_before_it_was_looked_for_them():
     assert not rounds.must_search
 
 
-def test_a_round_tells_the_keepers_of_all_rounds_before():
+def test_a_round_tells_the_node_servers_of_all_rounds_before():
     rounds, b, a, c = _three()
     for agent in (a, b, c):
-        agent.info["keeper"] = [f"host-{agent.name}", 1]
+        agent.info["node_server"] = [f"host-{agent.name}", 1]
         agent.join(3.0)
         agent.last()
     _rejoin(rounds, [a, b], lost=[c])
-    assert rounds.absent_keepers == {"c": ["host-c", 1]}
+    assert rounds.absent_node_servers == {"c": ["host-c", 1]}
     other = Rounds(RoundRules())
     a.last()
     a.rounds, a.heard = other, [{"round": a.round_}]
     a.attach(9.0)
-    assert other.absent_keepers == {"b": ["host-b", 1], "c": ["host-c", 1]}
+    assert other.absent_node_servers == {"b": ["host-b", 1], "c": ["host-c", 1]}
 
 
 def test_rounds_with_more_of_the_members_stand_above_those_with_less_and_a_later_round_above_all():

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from ds_hetero.common import extras
-from ds_hetero.engine.same_environment import COMPARED, HOST_VARIABLES, expect_same_environment, own_environment
+from ds_hetero.engine import same_environment
+from ds_hetero.engine.same_environment import (
+    COMPARED,
+    HOST_VARIABLES,
+    announce_hidden_waits,
+    expect_same_environment,
+    hidden_waits,
+    own_environment,
+)
 from ds_hetero.errors import ConfigError
 
 
@@ -45,6 +53,35 @@ def test_a_difference_names_variable_ranks_and_values() -> None:
     with pytest.raises(ConfigError) as caught:
         expect_same_environment([plain, own_environment({"NCCL_PROTO": "LL"}), plain])
     assert "  environment variable NCCL_PROTO: not set on rank 0, 2; LL on rank 1" in str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("value", ["1", "true", "Y"])
+def test_blocking_waits_are_told_by_name(value: str) -> None:
+    (text,) = hidden_waits({"TORCH_NCCL_BLOCKING_WAIT": value, "TORCH_FR_BUFFER_SIZE": "2000"})
+    assert text.startswith(f"TORCH_NCCL_BLOCKING_WAIT={value} lets every collective block the host")
+
+
+def test_a_flight_recorder_without_records_is_told_by_name() -> None:
+    (text,) = hidden_waits({"TORCH_NCCL_BLOCKING_WAIT": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
+    assert text.startswith("TORCH_NCCL_TRACE_BUFFER_SIZE=0 lets torch keep no record")
+    assert hidden_waits({"TORCH_NCCL_BLOCKING_WAIT": "no"}) == hidden_waits({}) == []
+
+
+def test_hidden_waits_are_told_once_by_rank_0_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank, device = 0, "cuda"
+    monkeypatch.setattr(same_environment, "default_device", lambda: torch.device(device))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    variables = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    announce_hidden_waits(variables)
+    assert "TORCH_NCCL_BLOCKING_WAIT=1" in capsys.readouterr().err
+    rank = 1
+    announce_hidden_waits(variables)
+    rank, device = 0, "cpu"
+    announce_hidden_waits(variables)
+    assert not capsys.readouterr().err
 
 
 def test_a_release_beyond_the_tested_ranges_is_named_with_its_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ from torch import nn
 from ds_hetero.engine import handle as handle_module
 from ds_hetero.engine.handle import Handle
 from ds_hetero.engine.model_calls import ModelCalls
-from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.engine.trained.unlike_batches import UnlikeBatches
 from ds_hetero.runtime.data.loss_units import UnitCounts
-from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
+from ds_hetero.runtime.data.sample_loader import MicroBatchCounts
 
 BATCH = {"labels": torch.tensor([[1, 2, -100, 3]])}  # two that count: no token comes before the first one
-NOTHING = MicroBatchWeights(index=1, counts=UnitCounts(0), counts_of_step=UnitCounts(4), micro_batches=2)
+NOTHING = MicroBatchCounts(index=1, counts=UnitCounts(0), counts_of_step=UnitCounts(4), micro_batches=2)
 
 
 @pytest.fixture(autouse=True)
@@ -26,33 +26,33 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle_module, "count_items", lambda counted, device: torch.as_tensor(counted))
 
 
-def _whole_model() -> WholeModel:
+def _unlike_batches() -> UnlikeBatches:
     replica: Any = SimpleNamespace(sp_size=1)
-    model = WholeModel(nn.Linear(2, 2), replica)
-    model.give(NOTHING)
-    return model
+    batches = UnlikeBatches(nn.Linear(2, 2), replica)
+    batches.give(NOTHING)
+    return batches
 
 
-def _counted(model: WholeModel) -> tuple[int, int]:
+def _counted(batches: UnlikeBatches) -> tuple[int, int]:
     """Labels of `BATCH` by the handle, and in its losses."""
-    registry: Any = SimpleNamespace(in_training=[SimpleNamespace(model=model)])
-    return int(Handle(registry).count_items([BATCH])), int(ModelCalls(model.model, model).count_labels(BATCH))
+    registry: Any = SimpleNamespace(in_training=[SimpleNamespace(batches=batches)])
+    return int(Handle(registry).count_items([BATCH])), int(ModelCalls(batches.model, batches).count_labels(BATCH))
 
 
 def test_a_filler_counts_no_label() -> None:
-    assert _counted(_whole_model()) == (0, 0)
+    assert _counted(_unlike_batches()) == (0, 0)
 
 
 def test_an_evaluation_after_a_filler_counts_its_own_labels() -> None:
-    model = _whole_model()
-    model.model.eval()
-    assert _counted(model) == (2, 2)
+    batches = _unlike_batches()
+    batches.model.eval()
+    assert _counted(batches) == (2, 2)
 
 
 def test_the_next_micro_batch_with_a_sample_counts_its_labels() -> None:
-    model = _whole_model()
-    model.give(replace(NOTHING, counts=UnitCounts(1)))
-    assert _counted(model) == (2, 2)
+    batches = _unlike_batches()
+    batches.give(replace(NOTHING, counts=UnitCounts(1)))
+    assert _counted(batches) == (2, 2)
 
 
 def test_labels_are_counted_for_an_engine_that_was_prepared_without_a_section() -> None:

@@ -52,7 +52,7 @@ def test_a_start_that_was_cut_short_does_not_confuse_the_next() -> None:
 def test_a_rank_that_does_not_come_is_named(rank: int, missing: str) -> None:
     kept = HashStore()
     kept.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(PeerError, match=f"^{missing} did not come to the making of the process group within 0 s"):
+    with pytest.raises(PeerError, match=f"^{missing} did not make the process group within 0 s"):
         name_of_start(kept, rank, 3)
 
 

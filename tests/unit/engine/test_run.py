@@ -66,9 +66,9 @@ def test_an_installed_command_is_run_as_a_script(registered, monkeypatch, tmp_pa
     [
         ([], "no script was given"),
         (["absent.py"], "'absent.py' is neither a file nor an installed command"),
-        (["-m"], "-m without a module"),
+        (["-m"], "-m has no module after it"),
         (["-m", "absent.inner"], "'absent.inner' is not a module"),
-        (["tool"], "is not a script of Python"),
+        (["tool"], "is not a Python script"),
     ],
 )
 def test_what_cannot_be_run_is_named(registered, monkeypatch, tmp_path, capsys, arguments, says):

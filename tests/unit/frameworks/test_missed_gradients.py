@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_hetero.errors import StepError
-from ds_hetero.frameworks.deepspeed.zero.stale_gradients import _Freshness
+from ds_hetero.frameworks.deepspeed.zero.stale_gradients import _GradientTracker
 
 BODY, HEAD = SimpleNamespace(ds_id=0), SimpleNamespace(ds_id=1)
 NAMES: dict[int | None, str] = {0: "body.weight", 1: "head.weight"}
@@ -27,7 +27,7 @@ def _step(*backwards: tuple[bool, Sequence[Any]], by_method: bool = False) -> No
         _pre_step=lambda: None,
         zero_grad=lambda: None,
     )
-    _Freshness(optimizer, NAMES)
+    _GradientTracker(optimizer, NAMES)
     for is_last, reached in backwards:
         optimizer.is_gradient_accumulation_boundary = (lambda is_last=is_last: is_last) if by_method else is_last
         optimizer.partition_grads(reached, [])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.transformers.unlike_batches import expect_plain_samples
+from ds_hetero.frameworks.transformers.unlike_batches import expect_independent_samples
 
 
 def test_losses_of_whole_sequences_refuse_unequal_batches() -> None:
     trainer: Any = SimpleNamespace(args=SimpleNamespace(train_sampling_strategy="random"))
-    expect_plain_samples(trainer, of_sequences=False)
+    expect_independent_samples(trainer, of_sequences=False)
     with pytest.raises(ConfigError, match=r'divides the samples .* Leave "heterogeneity\.batch" out'):
-        expect_plain_samples(trainer, of_sequences=True)
+        expect_independent_samples(trainer, of_sequences=True)

@@ -10,7 +10,8 @@ import torch
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cluster.step_errors import UNMEASURED_ERROR
 from ds_hetero.cost import Workload
-from ds_hetero.decision.decide import JobStart, forecast
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.forecast import forecast
 from ds_hetero.job.document_advice import DocumentAdvice
 from ds_hetero.job.documents import agree_on_placer
 from ds_hetero.job.start import World

@@ -34,7 +34,7 @@ def times_of(attention_s: float, model_s: float, flops: int = 1_400_000, tokens:
     )
     costs = RankUnitCosts()
     costs.add(step)
-    return RankTimes.of([step], costs, inf, 0.0, [])
+    return RankTimes.from_steps([step], costs, inf, 0.0, [])
 
 
 def test_a_square_takes_the_time_of_its_pairs_and_a_token_that_of_a_layer():

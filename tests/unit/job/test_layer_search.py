@@ -94,7 +94,7 @@ def test_what_is_not_in_layers_stays_with_its_stage():
 
 def seen(layers, layer_s):
     """An observation of two ranks whose memory has room."""
-    rank = replace(RankTimes.of([], RankUnitCosts(), float("inf"), 0.0, []), steps=1, step_s=2.0, tokens=8.0)
+    rank = replace(RankTimes.from_steps([], RankUnitCosts(), float("inf"), 0.0, []), steps=1, step_s=2.0, tokens=8.0)
     return JobTimes([rank, rank], [measured(layers, layer_s)])
 
 

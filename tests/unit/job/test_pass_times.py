@@ -55,7 +55,10 @@ def step_times(number, step_s, joined_s, sync_s, passes):
 
 def seen_of(plan, steps):
     """What an observation of these steps says."""
-    own = [RankTimes.of([step[rank] for step in steps], RankUnitCosts(), inf, 0.0, []) for rank in range(len(steps[0]))]
+    own = [
+        RankTimes.from_steps([step[rank] for step in steps], RankUnitCosts(), inf, 0.0, [])
+        for rank in range(len(steps[0]))
+    ]
     return times_of_passes(plan, own, steps)
 
 

@@ -10,7 +10,7 @@ import torch
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.common.announce import announce
 from ds_hetero.cost import Workload
-from ds_hetero.decision.decide import forecast
+from ds_hetero.decision.forecast import forecast
 from ds_hetero.job.prediction_check import Comparison, PredictionCheck
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.runtime.attention.batch_layout import batch_layout

@@ -44,8 +44,11 @@ def test_a_changed_plan_is_gone_on_with(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (_plan(3, 1, 1).to_dict(), "other replicas, of the ranks [(0, 1, 2)]"),
-        (_plan(3, 1, heads=2).to_dict(), "num_heads=2"),
+        (_plan(3, 1, 1).to_dict(), "its replicas have the ranks [(0, 1, 2)]; those of this job have [(0, 1)]"),
+        (
+            _plan(3, 1, heads=2).to_dict(),
+            "its model has num_heads=2, num_kv_heads=2; the model of this job has num_heads=4",
+        ),
         ({"version": 7}, "version"),
     ],
 )

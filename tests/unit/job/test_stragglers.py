@@ -14,7 +14,7 @@ from ds_hetero.decision.facts import TrainingFacts
 from ds_hetero.job.batch_search import BatchSearch
 from ds_hetero.job.job_times import JobTimes
 from ds_hetero.job.rank_times import RECENT_STEPS, RankTimes
-from ds_hetero.job.stragglers import OF_SAMPLES, Stragglers, scores
+from ds_hetero.job.stragglers import SHARE_SAMPLES, Stragglers, scores
 from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.values.section import HeterogeneitySection, ReplanSection
@@ -29,7 +29,7 @@ def test_scores_are_against_the_typical_rank():
 
 def test_replicas_of_one_rank_are_told_to_share_out_samples():
     times = [_times(seconds, 2.0, deque([seconds] * RECENT_STEPS)) for seconds in (1.0, 2.0)]
-    (line,) = Stragglers(lambda _: 0.25, OF_SAMPLES).observe(5, JobTimes(times))
+    (line,) = Stragglers(lambda _: 0.25, SHARE_SAMPLES).observe(5, JobTimes(times))
     assert line.endswith('save 25% of a step: "schedule" with the file that "ds-hetero replicas --out FILE" writes.')
     (line,) = Stragglers(lambda _: 0.25).observe(5, JobTimes(times))
     assert line.endswith('Re-planning is predicted to save 25% of a step: "replan": {"enabled": true}.')
@@ -54,7 +54,7 @@ def test_batches_by_speed_are_looked_for_again_when_the_first_steps_show_nothing
 def test_a_rank_that_ran_out_of_memory_is_given_no_more_from_then_on():
     plan = plan_of_batches([4, 4], TrainingFacts(), 2)
     seen = JobTimes([_times(seconds, 3.0, deque([seconds])) for seconds in (1.0, 3.0)])
-    search = BatchSearch(HeterogeneitySection(batch="by_speed"), tries=True)
+    search = BatchSearch(HeterogeneitySection(batch="by_speed"), tests_memory=True)
     (change,) = search.propose(3, plan, seen)
     assert search.learn(change.applied_to(plan), [5, 2]) == [
         "rank 0 ran out of memory when 6 samples were tried, and goes on with 5 at most"
@@ -82,22 +82,22 @@ def _follow(
     return said
 
 
-def _times(own_s: float, step_s: float, recent: Sequence[float]) -> RankTimes:
+def _times(compute_s: float, step_s: float, recent: Sequence[float]) -> RankTimes:
     costs = RankUnitCosts()
     step = StepTimes(
         step_s=step_s,
-        attention_s=0.4 * own_s,
+        attention_s=0.4 * compute_s,
         all_to_all_s=0.0,
         ring_wait_s=0.0,
-        idle_s=step_s - own_s,
-        model_s=0.6 * own_s,
+        idle_s=step_s - compute_s,
+        model_s=0.6 * compute_s,
         attention_flops=100,
         attention_backward_flops=70,
         tokens=10,
         length=20,
     )
     costs.add(step)
-    return RankTimes.of([step], costs, inf, 0.0, recent)
+    return RankTimes.from_steps([step], costs, inf, 0.0, recent)
 
 
 @pytest.mark.parametrize("interval", [5, 10])

@@ -40,7 +40,7 @@ def rank_times(*steps: StepTimes, peak: float = 0.0) -> RankTimes:
     unit_costs = RankUnitCosts()
     for step in steps:
         unit_costs.add(step)
-    return RankTimes.of(steps, unit_costs, inf, peak, [step.attention_s + step.model_s for step in steps])
+    return RankTimes.from_steps(steps, unit_costs, inf, peak, [step.attention_s + step.model_s for step in steps])
 
 
 def test_shares_add_up_and_rest_is_what_nobody_claims():
@@ -49,7 +49,7 @@ def test_shares_add_up_and_rest_is_what_nobody_claims():
         {"attention": 0.4, "model": 0.2, "all_to_all": 0.1, "ring_wait": 0.05, "idle": 0.15, "rest": 0.1}
     )
     assert tuple(times.shares(SHARES)) == (*SHARES, "rest")
-    assert (times.tokens_per_s, times.own_s) == (5.0, 6.0)
+    assert (times.tokens_per_s, times.compute_s) == (5.0, 6.0)
     assert (times + times).shares(SHARES) == pytest.approx(times.shares(SHARES))
     assert (times + times).steps == 4
 
@@ -87,7 +87,7 @@ def test_an_observation_is_per_step_and_leaves_out_what_was_not_measured():
     assert observation.attention_flops == (1400, 0)
     assert observation.tokens == (50, 50)
     assert observation.attention_s_per_flop == (pytest.approx(4 / 1400), None)
-    assert observation.own_s == pytest.approx((6.0, 2.0))
+    assert observation.compute_s == pytest.approx((6.0, 2.0))
     assert (observation.step_s, observation.length) == (10, 100)
 
 

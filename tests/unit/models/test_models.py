@@ -79,10 +79,22 @@ def test_head_dim_may_differ_from_hidden_size_over_heads():
     [
         ({"hidden_size": None}, "hidden_size must be a whole number >= 1, got None"),
         ({"num_key_value_heads": 5}, "num_attention_heads=32 is not a multiple of num_key_value_heads=5"),
-        ({"sliding_window": 4096}, "sliding_window=4096: attention over a window"),
+        ({"sliding_window": 4096}, "sliding_window is 4096, but the configuration does not say which layers use it"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "layer_types names 2 layers of 32"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank names a kind of layer"),
-        ({"num_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 2}, "shared experts"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank means latent attention"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "qk_rope_head_dim must be a whole number >= 1, got None"),
+        ({"model_type": "kimi_linear"}, "linear_num_heads must be a whole number >= 1, got None"),
+        ({"model_type": "zamba2"}, "model type zamba2 cannot be planned: its attention layers share one set"),
+        ({"num_experts": 4, "moe_topk": [2, 1]}, r"moe_topk must be the same in every layer, got \[2, 1\]"),
+        ({"num_experts": 4, "moe_k": 2, "mlp_layer_types": ["moe"]}, 'mlp_layer_types must be "dense" or "sparse"'),
+        ({"num_experts": 4, "moe_k": 2, "mlp_layer_types": [[]] * 32}, 'mlp_layer_types must be "dense" or "sparse"'),
+        ({"layer_types": 3}, "layer_types must be a list of names, got 3"),
+        ({"model_type": "nemotron_h", "layers_block_type": None}, "layers_block_type must list kinds of layers"),
+        ({"model_type": "nemotron_h", "moe_latent_size": 64}, "experts on narrower tokens have no cost model"),
+        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim=512 beside hidden_size=4096: an embedding narrower than"),
+        ({"model_type": "lfm2", "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers, got 3"),
+        ({"num_experts": 4, "moe_k": 2, "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
         ({"num_experts": 64}, "lacks num_experts_per_tok"),
         ({"head_dim": 64, "per_layer_config": {"5": {"head_dim": 128}}}, "per_layer_config gives layer 5 head_dim=128"),
         ({"num_attention_heads_per_layer": [32] * 31 + [16]}, "num_attention_heads_per_layer has 32 and 16"),
@@ -102,11 +114,78 @@ def test_sizes_by_layer_that_are_all_alike_are_those_of_the_model():
 def test_missing_keys_are_named(tmp_path):
     with pytest.raises(ModelError, match="lacks num_hidden_layers, vocab_size, intermediate_size; it has"):
         model_from_config({"hidden_size": 8, "num_attention_heads": 2}, "m")
-    with pytest.raises(ModelError, match="did you mean 'gpt-13b'"):
-        load_model("gtp-13b")
     (tmp_path / "m.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         load_model(tmp_path / "m.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "window_layers"),
+    [
+        ("mistral", {"sliding_window": 4096}, 32),
+        ("mistral", {"sliding_window": None}, 0),
+        ("gemma2", {"sliding_window": 4096}, 16),
+        ("gemma3_text", {"sliding_window": 1024}, 27),
+        ("cohere2", {"sliding_window": 4096, "sliding_window_pattern": 4}, 24),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 20}, 0),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 20}, 12),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 40}, 0),
+        ("qwen2", {"sliding_window": 4096, "max_window_layers": 20}, 0),
+        ("qwen3_moe", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 20}, 32),
+        ("ministral3", {"sliding_window": 4096}, 32),
+        ("llama", {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 16}, 16),
+    ],
+)
+def test_windows_of_layers_are_listed_or_follow_from_the_type(model_type, keys, window_layers):
+    model = model_from_config(LLAMA | {"model_type": model_type} | keys, "m")
+    assert model.window_layers == window_layers
+    assert model.window == (keys["sliding_window"] if window_layers else 0)
+
+
+def test_older_files_of_tied_types_leave_the_tie_out():
+    assert model_from_config(LLAMA | {"model_type": "gemma2"}, "m").tied_embeddings
+    assert not model_from_config(LLAMA | {"model_type": "gemma2", "tie_word_embeddings": False}, "m").tied_embeddings
+
+
+def test_the_tie_of_a_model_with_towers_is_that_of_its_decoder_or_else_of_the_whole():
+    text = LLAMA | {"model_type": "qwen2_5_vl_text"}
+    whole = {"model_type": "qwen2_5_vl", "text_config": text, "tie_word_embeddings": True}
+    assert model_from_config(whole, "m").tied_embeddings
+    assert not model_from_config(whole | {"text_config": text | {"tie_word_embeddings": False}}, "m").tied_embeddings
+    assert model_from_config(LLAMA | {"model_type": "qwen2_5_vl", "vision_config": {}}, "m").num_layers == 32
+
+
+def test_nemotron_h_lists_its_layers_by_kinds_or_by_letters():
+    keys = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    config = LLAMA | keys | experts | {"model_type": "nemotron_h", "chunk_size": 128, "num_hidden_layers": None}
+    by_letters = model_from_config(config | {"hybrid_override_pattern": "M-M*EM-"}, "m")
+    kinds = ["mamba", "mlp", "mamba", "attention", "moe", "mamba", "mlp"]
+    assert model_from_config(config | {"layers_block_type": kinds}, "m") == by_letters
+    assert (by_letters.num_layers, by_letters.num_mlps, by_letters.dense_layers) == (7, 3, 2)
+    assert by_letters.recurrent.num_layers == 3 and by_letters.attention_layers == 1
+
+
+def test_first_files_of_lfm2_say_the_same_in_other_keys():
+    places = [layer for layer in range(32) if layer % 4 == 2]
+    kinds = ["full_attention" if layer in places else "conv" for layer in range(32)]
+    first = LLAMA | {"model_type": "lfm2", "intermediate_size": 1, "block_ff_dim": 14336, "full_attn_idxs": places}
+    usual = LLAMA | {"model_type": "lfm2", "layer_types": kinds}
+    assert model_from_config(first, "m") == model_from_config(usual, "m")
+    assert model_from_config(usual, "m").recurrent.num_layers == 24
+
+
+def test_shared_experts_and_first_dense_layers_are_counted():
+    """32 layers of 4,096: one MLP of 14,336 in the first two, 64 experts of 512 and two shared ones in the others."""
+    keys = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_shared_experts": 2}
+    model = model_from_config(LLAMA | keys | {"first_k_dense_replace": 2}, "m")
+    expert, dense, router = 3 * 4096 * 512, 3 * 4096 * 14336, 64 * 4096
+    mlps = 30 * (66 * expert + router) + 2 * dense
+    others = 32 * (model.attention_parameters + 2 * 4096)
+    assert 32 * model.layer_parameters == pytest.approx(mlps + others, rel=1e-4)
+    active = 30 * (6 * expert + router) + 2 * dense
+    assert 32 * model.active_mlp_parameters == pytest.approx(active, rel=1e-3)
+    assert model.unlike_layers == "layers with one MLP beside those with experts"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +209,12 @@ def test_a_value_of_the_wrong_kind_is_refused_by_its_key(changes, message):
 
 def test_a_configuration_may_hold_what_no_file_can():
     assert model_from_config(LLAMA | {"id2label": {0: "no"}, "dtype": object()}, "m").num_layers == 32
+
+
+def test_older_files_of_gpt_bigcode_say_by_a_flag_that_all_heads_share_a_key():
+    keys = {"model_type": "gpt_bigcode", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96}
+    assert model_from_config(keys, "m").num_kv_heads == 1
+    assert model_from_config(keys | {"multi_query": False}, "m").num_kv_heads == 4
 
 
 def test_null_stands_for_a_key_that_is_left_out(tmp_path):

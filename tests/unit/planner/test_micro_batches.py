@@ -53,7 +53,7 @@ def test_a_short_last_step_has_the_micro_batches_of_one_process(rest: int, wante
 
 
 def test_samples_of_a_step_are_shared_out_by_hand() -> None:
-    assert (SPLIT.samples, SPLIT.micro_steps, SPLIT.samples_of) == (8, 3, (6, 2))
+    assert (SPLIT.samples, SPLIT.micro_steps, SPLIT.samples_by_pipeline) == (8, 3, (6, 2))
     assert SPLIT.micro_batches_of(0, 8) == [(0, 2), (2, 4), (4, 6)]
     assert SPLIT.micro_batches_of(1, 8) == [(6, 7), (7, 8)]
     # Five samples are shared 3.75 : 1.25, in whole numbers 4 : 1.
@@ -171,7 +171,7 @@ def test_replicas_of_different_sizes_say_what_they_train_on() -> None:
     bare = {"version": 1, "replicas": [{"schedule": entry["schedule"]} for entry in written["replicas"]]}
     with pytest.raises(ScheduleError, match=r"replicas of \[3, 1\] ranks must say what each is to train on"):
         read_plan(bare)
-    with pytest.raises(ScheduleError, match='takes "version": 1 and "replicas"'):
+    with pytest.raises(ScheduleError, match=r'two keys, "version": 1 and a list "replicas"; got .* and version None'):
         read_plan({"replicas": []})
     with pytest.raises(ScheduleError, match="need one entry per replica"):
         BatchSplit(micro_batch_sizes=(1,), micro_batches=(1, 2))
@@ -213,7 +213,7 @@ def test_replicas_of_two_clusters_are_planned_together(stage: int) -> None:
         for count in (8, 4)
     ]
     found = plan_replicas(clusters, load_model("gpt-7b"), Workload(seq_len=16384, zero_stage=stage), 12)
-    assert found.split.samples_of == (8, 4)
+    assert found.split.samples_by_pipeline == (8, 4)
     assert [schedule.ranks for schedule in found.schedules] == [tuple(range(8)), tuple(range(8, 12))]
     assert max(found.busy_s) == pytest.approx(found.step_s)
     assert found.even_s is not None and found.even_s > 1.2 * found.step_s

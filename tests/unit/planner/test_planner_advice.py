@@ -119,6 +119,7 @@ def test_the_command_says_it_in_words_and_in_json(tmp_path: Any) -> None:
     cluster = tmp_path / "far.json"
     cluster.write_text(json.dumps(far_node(1)))
     job = ["plan", "--cluster", str(cluster), "--model", "gpt-3b", "--seq-len", "16384"]
+    job += ["--parallel", "sequence", "--zero-stage", "3"]
     words = CliRunner().invoke(app, job).stdout
     assert "leave out:  4 (1 A100-SXM-80GB): a job of the other devices alone takes" in words
     assert "ZeRO's traffic goes over every rank of a job" in words

@@ -10,7 +10,7 @@ from ds_hetero.cli.app import app
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.decision.decide import expect_planners, needs_measuring, resolve
+from ds_hetero.decision.resolve import expect_planners, needs_measuring, resolve
 from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan, strategy
@@ -152,7 +152,7 @@ def test_zeppelin_places_documents_of_a_job_and_refuses_unequal_nodes_at_the_sta
     covered = sorted(at for rank in range(4) for start, stop in placement.intervals(rank) for at in range(start, stop))
     assert covered == list(range(4096))
     expect_places("zeppelin", costs)
-    with pytest.raises(PlanError, match="Algorithm 1 has as many devices P on every node"):
+    with pytest.raises(PlanError, match="Algorithm 1 has equally many devices P on every node"):
         expect_places("zeppelin", replace(costs, node=(0, 0, 0, 1)))
 
 
@@ -193,9 +193,12 @@ def test_a_foreign_parallelizer_plans_the_islands():
         (lambda plan: {"memory_bytes": 1e15}, "the island's smallest device has"),
         (lambda plan: {"output_shape": (1, 2, 3)}, "the next island expects"),
         (lambda plan: {"expert_parallel": 2}, "expert_parallel=2, and no cost model sends tokens to experts"),
-        (lambda plan: {"tensor_parallel": 2, "sequence_parallel": 2}, "shared in one way, of tensor, sequence"),
+        (
+            lambda plan: {"tensor_parallel": 2, "sequence_parallel": 2},
+            "share its work in one way, one of tensor, sequence",
+        ),
         (lambda plan: {"zero_stage": 3}, "zero_stage=3, the calibrated cost model counts stage 2 in pipelines"),
-        (lambda plan: {"recomputation": not plan.recomputation}, "the other choice is a plan of its own"),
+        (lambda plan: {"recomputation": not plan.recomputation}, "the other choice is planned separately"),
     ],
 )
 def test_an_invalid_partial_plan_is_refused_by_name(change, rule):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hetero.planner.search.problem import Assignment
-from ds_hetero.planner.search.shortlist import Shortlist, working
+from ds_hetero.planner.search.shortlist import Shortlist, working_partition
 
 PARTITIONS = (((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),), ((2,), (1, 0)), ((0,), (1,), (2,)))
 
@@ -32,7 +32,7 @@ def test_it_keeps_the_best_of_every_partition_and_of_equal_ones_the_earlier(of_s
             skipping.add(each)
     best = {}
     for each in sorted(of_search, key=lambda one: one.time_s):
-        best.setdefault(working(each), each)
+        best.setdefault(working_partition(each), each)
     expected = list(best.values())[:keep]
     expected = [each for each in expected if each.time_s <= slower * expected[0].time_s]
     assert all(a is b for a, b in zip(shortlist.best, expected, strict=True))

@@ -11,7 +11,7 @@ from ds_hetero.cluster import cluster_names, load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
-from ds_hetero.models import load_model, model_names
+from ds_hetero.models import load_model, model_from_config, model_names
 from ds_hetero.planner import strategy
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.run_file import plan_digest
@@ -29,6 +29,7 @@ OTHER = {
     "tiled_logits": False,
     "tiled_mlp": False,
     "tile_tokens": 512,
+    "keep_attention": True,
     "offload_activations": False,
     "element_bytes": 4,
     "gradient_bytes": 1.5,
@@ -61,6 +62,73 @@ def test_a_scenario_comes_back_as_it_was_written(changed):
         again = read_scenario(json.loads(json.dumps(scenario.to_dict())))
         assert replace(again, clusters=scenario.clusters) == scenario
         assert again.clusters[0].num_ranks == scenario.clusters[0].num_ranks
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 96,
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+KIMI = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+
+
+def scenario_of(config):
+    return PlanScenario(
+        cost_model="calibrated",
+        model=model_from_config(config, "m"),
+        workload=Workload(seq_len=4096),
+        clusters=(load_cluster(cluster_names()[0]),),
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA | {"model_type": "mistral", "sliding_window": 16},
+        LLAMA | {"model_type": "gemma3_text", "sliding_window": 16},
+        LLAMA | LATENT | EXPERTS | {"model_type": "deepseek_v3", "first_k_dense_replace": 1},
+        LLAMA | EXPERTS | {"model_type": "afmoe", "num_dense_layers": 2},
+        LLAMA | LATENT | KIMI | {"model_type": "kimi_linear"},
+        LLAMA | {"model_type": "bert", "max_position_embeddings": 512},
+        LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_sizes_that_a_plain_configuration_does_not_say_are_in_the_file(config):
+    scenario = scenario_of(config)
+    content = json.loads(json.dumps(scenario.to_dict()))
+    assert read_scenario(content).model == scenario.model
+    assert content["model"]["sizes"]
+
+
+def test_plain_models_have_no_sizes_in_their_file():
+    assert set(scenario_of(LLAMA).to_dict()["model"]) == {"name", "config"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (3, "scenario.model.sizes takes shared_mlp_size, .*, got 3"),
+        ({"hidden_size": 3}, "scenario.model.sizes takes shared_mlp_size"),
+        ({"window": -1}, "scenario.model.sizes.window: -1 is not a value of this field"),
+        ({"gated_attention": 1}, "scenario.model.sizes.gated_attention: 1 is not a value of this field"),
+        ({"latent": {"query_rank": 8}}, "scenario.model.sizes.latent takes whole numbers query_rank, kv_rank"),
+    ],
+)
+def test_wrong_sizes_are_refused_by_their_names(sizes, message):
+    content = scenario_of(LLAMA).to_dict()
+    content["model"]["sizes"] = sizes
+    with pytest.raises(PlanError, match=message):
+        read_scenario(content)
 
 
 def test_a_file_of_a_version_without_buffers_has_the_default_ones():

@@ -58,11 +58,11 @@ def test_what_a_row_cannot_say_is_refused_by_name(capsys, tmp_path):
     plan = described(plan_file(capsys, tmp_path))
     run_of(plan, tmp_path / "run.json")
     code, _, err = command(capsys, "measured", tmp_path / "run.json")
-    assert code == 2 and "one kind of card, the run had RTX-3090, RTX-4090" in " ".join(err.split())
+    assert code == 2 and "one kind of card, and the run had RTX-3090, RTX-4090" in " ".join(err.split())
     run = uniform_run(capsys, tmp_path)
     write_run(replace(run, scenario=None), tmp_path / "run.json")
     code, _, err = command(capsys, "measured", tmp_path / "run.json")
-    assert code == 2 and "does not say its cards" in err
+    assert code == 2 and "does not have the cards" in err
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def plan_memory_gib(run):
     [
         ({"optimizer_bytes": 8}, "as lion, muon, sgd have"),
         ({"optimizer_bytes": 4}, "as adamw-bf16, adafactor have"),
-        ({"optimizer_bytes": 12 * 0.01}, "0.12 bytes of optimizer state a parameter, so that it trained a part"),
+        ({"optimizer_bytes": 12 * 0.01}, "0.12 bytes of optimizer state per parameter, so it trained only some"),
     ],
 )
 def test_an_optimizer_that_bytes_do_not_tell_is_asked_for(capsys, tmp_path, changes, reason):
@@ -129,8 +129,12 @@ def test_a_self_test_makes_a_row_of_products_that_the_judge_reads(capsys, tmp_pa
 @pytest.mark.parametrize(
     ("report", "options", "reason"),
     [
-        (selftest_report(), (), "measured no products"),
-        (selftest_report(1e12, device="CPU (x86_64)"), (), "is of a card of the catalogue, the self-test ran on"),
+        (selftest_report(), (), "measured no matmuls"),
+        (
+            selftest_report(1e12, device="CPU (x86_64)"),
+            (),
+            "describes a card of the catalogue, and the self-test ran on",
+        ),
         (selftest_report(1e12) | {"ranks": [{}]}, (), "is damaged"),
         (selftest_report(1e12), ("--attention", "torch"), "a self-test has neither"),
     ],

@@ -10,7 +10,7 @@ from ds_hetero.cost import Workload
 from ds_hetero.models import load_model
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Page
-from ds_hetero.reporting.pipelines_sections import MAX_MICRO_BATCHES, _timelines, judged
+from ds_hetero.reporting.pipelines_sections import MAX_MICRO_BATCHES, _timelines, predict_pipelines
 from ds_hetero.reporting.plan_page import plan_page
 from ds_hetero.reporting.scenario import PlanScenario
 from ds_hetero.values.plans import read_plan
@@ -43,7 +43,7 @@ def _described(**workload: Any) -> DescribedPlan:
 def test_every_pipeline_is_drawn_over_the_same_part_of_a_step() -> None:
     """The first 24 micro-batches of each on one axis made the fast pipeline look idle."""
     described = _described()
-    _, finished = judged(described)
+    finished = predict_pipelines(described).finished
     page = Page("p")
     _timelines(page, finished)
     (chart,) = page._charts
@@ -62,7 +62,7 @@ def test_in_short_names_offloads_and_tiles() -> None:
 
 
 def test_cards_of_one_name_have_one_colour_and_stages_say_what_they_hold() -> None:
-    figure = draw_pipelines(*judged(_described()))
+    figure = draw_pipelines(*predict_pipelines(_described()))
     legend = figure.axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["H100-SXM-80GB", "A100-SXM-80GB"]
     assert {text.get_text() for text in figure.axes[0].texts} == {"14 layers\n1 card", "28 layers\n1 card"}

@@ -29,6 +29,7 @@ SECTIONS = [
     "A block",
     "A step",
     "Other plans, and why they lose",
+    "Other kinds of jobs",
     "What if?",
     "The run",
     "Run it",
@@ -95,6 +96,7 @@ def test_every_section_is_there_and_nothing_complains(browser, capsys, tmp_path)
         assert page.locator(".chart svg").count() == page.locator(".chart").count() == 8
         assert page.locator(".chart[aria-label]").count() == 8  # and a table below each
         assert page.evaluate("document.documentElement.scrollWidth") <= width  # nothing sticks out
+        _expect_bars_inside_the_memory_of_the_card(page)
         text = page.inner_text("main")
         assert "rank 0 predicted" in text and "rank 0 measured" in text and "prediction -9.1%" in text
         assert "slower" in text and "does not fit" not in text
@@ -102,6 +104,27 @@ def test_every_section_is_there_and_nothing_complains(browser, capsys, tmp_path)
         assert ground == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(13, 17, 23)")
         assert complaints == []
         page.close()
+
+
+def _expect_bars_inside_the_memory_of_the_card(page: Any) -> None:
+    """Every part of a rank's memory is drawn inside the grey bar of what the card has."""
+    rows = page.evaluate(
+        """() => {
+            const charts = [...document.querySelectorAll(".chart")].map((place) => echarts.getInstanceByDom(place));
+            const all = charts.map((chart) => chart.getModel().getSeries());
+            const memory = all.find((series) => series.some((one) => one.name === "the card"));
+            const bars = (one) => [0, 1, 2, 3].map((row) => one.getData().getItemLayout(row));
+            return memory.filter((one) => one.name !== "measured").map((one) => [one.name, bars(one)]);
+        }"""
+    )
+    (cards,) = (bars for name, bars in rows if name == "the card")
+    parts = [(name, bars) for name, bars in rows if name != "the card"]
+    assert len(cards) == 4 and parts
+    for name, bars in parts:
+        for card, part in zip(cards, bars, strict=True):
+            assert card["y"] <= part["y"], name
+            assert part["y"] + part["height"] <= card["y"] + card["height"], name
+            assert part["x"] + part["width"] <= card["x"] + card["width"] + 0.5, name
 
 
 def test_sliders_say_what_simulate_says(browser, capsys, tmp_path):

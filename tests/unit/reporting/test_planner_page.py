@@ -138,5 +138,5 @@ def test_fit_answers_in_the_page(planner):
     planner.evaluate("delete document.getElementById('planner').dataset.answered")
     planner.click("#planner-fit")
     planner.wait_for_selector("#planner[data-answered]", timeout=300_000)
-    assert "llama-3.2-1b, 8192 tokens x 1, ZeRO stage 3: fits" in planner.inner_text("#planner-answer")
+    assert "llama-3.2-1b, 8,192 tokens x 1, ZeRO stage 3: fits" in planner.inner_text("#planner-answer")
     assert planner.complaints == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_hetero.reporting.pipelines_sections import judged
+from ds_hetero.reporting.pipelines_sections import predict_pipelines
 from ds_hetero.reporting.trace import trace_of
 from ds_hetero.runtime.step_clock import RANGE_PREFIX
 from tests.reported import command, described, plan_file, run_of
@@ -90,7 +90,7 @@ def test_spans_of_pipelines_add_up_to_the_predicted_step(capsys, tmp_path, cost_
     _expect_chrome_format(trace)
     for rank in plan.plan.ranks:
         spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == rank]
-        assert sum(e["dur"] for e in spans) / 1e6 == pytest.approx(judged(plan)[1].step_s, rel=1e-9)
+        assert sum(e["dur"] for e in spans) / 1e6 == pytest.approx(predict_pipelines(plan).finished.step_s, rel=1e-9)
 
 
 @pytest.mark.slow

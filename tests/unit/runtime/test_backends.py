@@ -40,8 +40,8 @@ def test_the_backend_is_that_of_the_device(group_of, config, device, backend, by
     ("config", "device", "words"),
     [
         ("cuda:nccl", "cpu", ("computes on cpu", '"cuda:nccl"', "Give init_process_group a backend for cpu")),
-        ("cpu:gloo,cuda:ucc", "cuda", ('the backend "ucc"', "how it pairs messages", "nccl or gloo")),
-        ("cpu:mpi", "cpu", ('the backend "mpi"',)),
+        ("cpu:gloo,cuda:ucc", "cuda", ('uses "ucc" for cuda tensors', "nccl and gloo")),
+        ("cpu:mpi", "cpu", ('uses "mpi"',)),
     ],
 )
 def test_a_backend_whose_rules_are_not_known_is_refused_by_name(group_of, config, device, words):

@@ -11,7 +11,7 @@ import torch
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.errors import ConfigError
 from ds_hetero.job import start
-from ds_hetero.job.start import capability_lines, expect_known_devices, own_capabilities, requested_kernel
+from ds_hetero.job.start import capability_lines, describe_capabilities, expect_known_devices, requested_kernel
 from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
 from ds_hetero.values.section import KernelWish, read_section
 
@@ -61,11 +61,11 @@ def _facts(dtype: str, **section: Any) -> JobFacts:
 
 
 def test_ranks_that_are_unlike_are_told_with_what_each_can() -> None:
-    own = own_capabilities(_facts("float32"), 0)
+    own = describe_capabilities(_facts("float32"), 0)
     assert own == f"CPU, attention by torch, bfloat16 native, torch {torch.__version__}"
     assert capability_lines([own, own]) == []
     assert capability_lines([own, "T4", own]) == [f"ranks 0, 2: {own}", "rank 1: T4"]
-    assert "attention by triton" not in own_capabilities(_facts("float32", attention="torch"), 0)
+    assert "attention by triton" not in describe_capabilities(_facts("float32", attention="torch"), 0)
 
 
 def test_a_kernel_is_named_by_rank_or_by_a_part_of_the_devices_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from ds_hetero.runtime.peers.calls import (
     expect_same_counts,
 )
 from ds_hetero.runtime.peers.diagnosis import GONE, Evidence, diagnose, diagnose_alone
-from ds_hetero.runtime.peers.posted import Numbered
+from ds_hetero.runtime.peers.posted_calls import PostedCollective
 
 TRAINED = (FETCH, FORWARD, BACKWARD, STEP)
 
@@ -59,11 +59,12 @@ def posted(*names: str, unchanged_s: float = 9.0, **more: Any) -> Status:
     """
     num_of_script = len(names) - more.get("by_engine", 0)
     calls = [
-        Numbered(number, name, f"{name} at train.py:7", number <= num_of_script) for number, name in enumerate(names, 1)
+        PostedCollective(number, name, f"{name} at train.py:7", number <= num_of_script)
+        for number, name in enumerate(names, 1)
     ]
     collective = Collective(names[-1], "0", [0, 1])
     return Status(
-        asked=1,
+        question_number=1,
         place=f"{names[-1]} at train.py:7",
         waits=True,
         in_script=True,
@@ -204,6 +205,38 @@ CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
         [status(*TRAINED, FETCH)],
         {"ends": [End(1, ENDED, "")]},
         "rank 1 ended, while the others wait for the next batch",
+    ),
+    "the script of one rank is over, amid a forward of the others": (
+        [inside("all_gather", "world", 7)],
+        {"ends": [End(1, ENDED, "", {"world": 6})]},
+        "rank 1 ended, while the others wait in all_gather at train.py:7",
+    ),
+    "the script of one rank is over, which has made all collectives": (
+        [inside("all_gather", "world", 7)],
+        {"ends": [End(1, ENDED, "", {"world": 7})]},
+        None,
+    ),
+    "the script of one rank is over, which is not in the group": (
+        [inside("all_gather", "pair", 7)],
+        {"ends": [End(1, ENDED, "", {"world": 6})]},
+        None,
+    ),
+    "the script of one rank is over, and who waits does so by a handle": (
+        [inside("all_gather", "pair", 7, {"world": 8}, handle=True)],
+        {"ends": [End(1, ENDED, "", {"world": 6})]},
+        "rank 1 ended, while the others wait in all_gather at train.py:7",
+    ),
+    "a loop left for a barrier, where calls return before they are over": (
+        [
+            status(*TRAINED, FETCH)._replace(
+                posted={"world": [PostedCollective(5, "all_gather", "all_gather at train.py:3")]}
+            ),
+            status(*TRAINED, in_script=True, left=True)._replace(
+                posted={"world": [PostedCollective(5, "barrier", "barrier at train.py:7", True)]}
+            ),
+        ],
+        {},
+        "rank 1 has left the loop over its batches and waits in barrier at train.py:7, while the others wait in",
     ),
     "the script of one rank is over, the others write files": (
         [status(*TRAINED, waits=False)],

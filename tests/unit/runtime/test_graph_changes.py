@@ -73,6 +73,21 @@ def test_micro_batches_of_the_first_step_are_known() -> None:
     assert list(check.numbers()) == [1.0]
 
 
+def test_a_comparison_between_two_forwards_of_a_backward_is_left_out() -> None:
+    check = GraphChanges()
+    for step in range(4):
+        check.note_forward()
+        first = plain(1)
+        if step == 2:
+            with torch.no_grad(), check.leaving_out(), torch.enable_grad():
+                plain(9).backward()
+        check.note_forward()
+        check.note_backward(first + plain(2))
+        with check.leaving_out():  # between two steps
+            plain(3).backward()
+        assert list(check.numbers()) == [0.0], step
+
+
 def test_another_schedule_begins_again() -> None:
     check = GraphChanges()
     for layers in (1, 5):

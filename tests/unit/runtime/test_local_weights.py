@@ -96,7 +96,7 @@ def test_what_is_centred_over_a_part_is_told(name: str) -> None:
 @pytest.mark.parametrize("name", BY_INDEX)
 def test_weights_by_the_index_in_a_part_are_told(name: str) -> None:
     verdict = _verdict(BY_INDEX[name])
-    assert isinstance(verdict, Undecided) and "by the index in the part" in verdict.text, verdict
+    assert isinstance(verdict, Undecided) and "from the index in the part" in verdict.text, verdict
 
 
 def test_weights_by_place_in_documents_are_left_alone() -> None:

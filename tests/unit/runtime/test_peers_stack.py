@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ import pytest
 import torch.distributed as dist
 import typing_extensions
 
-from ds_hetero.runtime.peers.stack import is_call_of_script
+from ds_hetero.runtime.peers.posted_calls import PostedCalls
+from ds_hetero.runtime.peers.stack import is_call_of_script, outside_of_recorder
 
 _TORCH = dist.distributed_c10d.__file__  # type: ignore[attr-defined]
 _ENGINE, _SCRIPT = "/site-packages/deepspeed/runtime/zero/partition_parameters.py", "/home/user/train.py"
@@ -56,3 +58,19 @@ def test_torch_calls_collectives_of_deepspeed_deprecated_by_such_a_decorator() -
         files.add(wrapped.__code__.co_filename)
         wrapped = getattr(wrapped, "__wrapped__", None)
     assert any(file.endswith("typing_extensions.py") for file in files), files
+
+
+@pytest.mark.parametrize(("caller", "is_scripts"), [(_ENGINE, False), (_SCRIPT, True)])
+def test_a_call_that_blocks_in_the_backend_is_its_callers_and_not_that_of_the_wrapper_which_notes_it(
+    monkeypatch: pytest.MonkeyPatch, caller: str, is_scripts: bool
+) -> None:
+    """As a barrier on NCCL, below which there is no Python frame."""
+    monkeypatch.setattr(PostedCalls, "_record", lambda *_: None)
+    noted = PostedCalls()._recording(
+        "barrier", sys._getframe
+    )  # gets a number in the place of its process group: its own frame
+    collective = _in_file(_TORCH, functools.partial(noted, 0))
+    frame: Any = _in_file(_SCRIPT, _in_file(caller, collective))()
+    assert frame.f_code.co_name == "recording"
+    assert outside_of_recorder(frame).f_code.co_name != "recording"
+    assert is_call_of_script(frame) is is_scripts

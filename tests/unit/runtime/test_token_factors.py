@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.data.shard_info import ShardInfo, attach
 from ds_hetero.runtime.step_checks import TokenFactors
 from ds_hetero.runtime.step_checks.protocol import Undecided
+from ds_hetero.values.placement import Rows, stream_placement
+from ds_hetero.values.schedule import Schedule
 
 VOCAB = 32
 WEIGHT = torch.linspace(0.5, 2, VOCAB)
@@ -37,14 +40,23 @@ class Gathered(torch.autograd.Function):
 
 
 def _verdict(loss: Callable[[Tensor, Tensor, int], Tensor], tokens: tuple[int, int] = (12, 5), **options: Any) -> Any:
-    """Of a loss of two ranks with parts of one sequence, of which the first 3 tokens have no label."""
-    rows = []
+    """Of a loss of two ranks with parts of sequences, of which the first 3 tokens have no label.
+
+    Args:
+        options: "samples" are the sequences, "documents" the lengths of those that they are packed of. A rank of 0
+            tokens is given one without a label.
+    """
+    rows, samples = [], options.get("samples", 1)
     for rank, count in enumerate(tokens):
         generator = torch.Generator().manual_seed(rank)
-        logits = torch.randn(1, count, VOCAB, generator=generator).requires_grad_()
-        labels = torch.randint(0, VOCAB, (1, count), generator=generator)
-        labels[:, : options.get("unlabelled", 3) if rank == 0 else 0] = -100
-        check = TokenFactors(_of_replica(options.get("replicas", (0, 0))[rank]), 1)
+        hidden = torch.randn(samples, max(count, 1), VOCAB, generator=generator)
+        logits = hidden @ torch.eye(VOCAB).requires_grad_()
+        labels = torch.randint(0, VOCAB, (samples, max(count, 1)), generator=generator)
+        labels[:, : options.get("unlabelled", 3) if rank == 0 else count == 0] = -100
+        model = _model_of(rank, options.get("replicas", (0, 0))[rank])
+        if options.get("known", True):
+            model.latest_positions = _positions(tokens, labels, options.get("documents", (sum(tokens),)))
+        check = TokenFactors(model, 1)
         value = loss(logits, labels, rank)
         check.note_backward(value)
         value.backward()
@@ -54,8 +66,19 @@ def _verdict(loss: Callable[[Tensor, Tensor, int], Tensor], tokens: tuple[int, i
     return check.verdict(rows)
 
 
-def _of_replica(replica_id: int) -> Any:
-    return SimpleNamespace(replica=SimpleNamespace(replica_id=replica_id))
+def _model_of(rank: int, replica_id: int) -> Any:
+    return SimpleNamespace(replica=SimpleNamespace(replica_id=replica_id, rank=rank), latest_positions=None)
+
+
+def _positions(tokens: tuple[int, int], labels: Tensor, documents: tuple[int, ...]) -> Tensor:
+    """Places as a loader gives them; only what comes with them is looked at."""
+    groups = [{"ranks": [rank], "tokens": [count], "heads": [2]} for rank, count in enumerate(tokens)]
+    plan = {"version": 1, "num_heads": 2, "num_kv_heads": 2, "layout": "contiguous", "ring": [0, 1], "groups": groups}
+    ends = torch.tensor(documents).cumsum(0).tolist()
+    of_row = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    placement = stream_placement(Schedule.from_dict(plan), sum(tokens), (Rows(0, len(labels), of_row),))
+    assert placement.rank_tokens == tokens
+    return attach(torch.zeros_like(labels), ShardInfo(placement=placement, labels=labels))
 
 
 def _ce(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -166,7 +189,7 @@ def test_weights_of_a_single_token_are_no_common_number(
 def test_a_rank_without_labels_may_leave_its_sum_out(left_out: Callable[[Tensor], Tensor]) -> None:
     def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
         total = _ce(x, y, reduction="sum")
-        return total / 5 if y.ne(-100).any() else left_out(total)
+        return total / LABELS if y.ne(-100).any() else left_out(total)
 
     assert _verdict(loss, unlabelled=12) is None
 
@@ -178,7 +201,6 @@ UNDECIDED = {
         Gathered.apply(torch.stack(_by_document(x, y, rank)).sum(), rank).sum() / 4
     ),
     "means of alike documents": lambda x, y, rank: torch.stack(_by_document(x, y, rank)[:2]).sum() / 3,
-    "means of a document a rank": lambda x, y, rank: torch.stack(_by_document(x, y, rank)[-1:]).sum() / 2,
     "chunks by the rank's count": lambda x, y, rank: torch.stack(_by_chunk(x, y)).sum() / y.ne(-100).sum() / 2,
 }
 
@@ -186,6 +208,89 @@ UNDECIDED = {
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_unlike_factors_of_several_sums_are_undecided(name: str) -> None:
     assert isinstance(_verdict(UNDECIDED[name], tokens=(17, 5), unlabelled=0), Undecided)
+
+
+def _focal(x: Tensor, y: Tensor) -> Tensor:
+    by_token = _ce(x, y, reduction="none")
+    return by_token * (1 - (-by_token).exp()).square()
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross entropy": lambda x, y: _ce(x, y, reduction="sum"),
+    "weighted by class": lambda x, y: _ce(x, y, weight=WEIGHT, reduction="sum"),
+    "weighted by token": lambda x, y: (_ce(x, y, reduction="none") * _weights_of(y)).sum(),
+    "smoothed": lambda x, y: _ce(x, y, label_smoothing=0.1, reduction="sum"),
+    "focal": lambda x, y: _focal(x, y).sum(),
+    "focal, weighted by token": lambda x, y: (_focal(x, y) * _weights_of(y)).sum(),
+    "penalty": lambda x, y: (x.logsumexp(-1).square() * y.ne(-100)).sum(),
+}
+FEW_TOKENS = [(12, 5), (12, 0), (12, 1), (0, 5), (4, 0)]
+
+
+@pytest.mark.parametrize("tokens", FEW_TOKENS)
+@pytest.mark.parametrize("name", SUMS)
+def test_an_average_of_means_is_refused_where_a_rank_has_few_labels_or_none(name: str, tokens: tuple[int, int]) -> None:
+    def average(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        means = SUMS[name](x, y) / y.ne(-100).sum().clamp(min=1e-9)
+        return Gathered.apply(means, rank).sum() / 2
+
+    def stacked(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        means = torch.stack([SUMS[name](x, y) / y.ne(-100).sum().clamp(min=1e-9)])
+        return Gathered.apply(means[0], rank).sum() / 2
+
+    def over_weights(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        weights = (_weights_of(y) * y.flatten().ne(-100)).sum()
+        return torch.stack([SUMS[name](x, y) / weights.clamp(min=1e-9)]).sum() / 2
+
+    for loss in (average, stacked, over_weights):
+        for samples in (1, 3):
+            verdict = _verdict(loss, tokens=tokens, samples=samples)
+            assert isinstance(verdict, ConfigError), (loss, samples, verdict)
+
+
+@pytest.mark.parametrize("tokens", FEW_TOKENS)
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_all_ranks_is_right_where_a_rank_has_few_labels_or_none(name: str, tokens: tuple[int, int]) -> None:
+    def recipe(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return Gathered.apply(torch.stack([SUMS[name](x, y)])[0], rank).sum() / LABELS
+
+    for samples in (1, 3):
+        assert _verdict(recipe, tokens=tokens, samples=samples) is None
+
+
+LEFT_OUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by where": lambda total, count: torch.where(count > 0, total / count.clamp(min=1), 0.0),
+    "by a product": lambda total, count: total / count.clamp(min=1) * (count > 0),
+    "as a number": lambda total, count: (total / count).nan_to_num(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_an_average_with_ranks_that_leave_their_sums_out_is_told(name: str) -> None:
+    def average(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        means = LEFT_OUT[name](_focal(x, y).sum(), y.ne(-100).sum())
+        return Gathered.apply(means, rank).sum() / 2 * 2  # what the engine does with it: two ranks are averaged
+
+    def of_weights(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        means = _ce(x, y, weight=WEIGHT) if y.ne(-100).any() else x.sum() * 0
+        return Gathered.apply(means, rank).sum()
+
+    for loss in (average, of_weights):
+        verdict = _verdict(loss, tokens=(12, 0))
+        assert isinstance(verdict, Undecided) and "leaves out the sums of ranks [1]" in verdict.text, verdict
+    assert _verdict(lambda x, y, rank: 2 * of_weights(x, y, rank), tokens=(12, 0)) is None
+    assert _verdict(lambda x, y, rank: 2 * average(x, y, rank), tokens=(12, 0)) is None
+    assert isinstance(_verdict(average, tokens=(12, 5)), ConfigError)
+
+
+def test_means_of_one_whole_document_a_rank_are_undecided() -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return torch.stack([_ce(x, y)]).sum() / 2
+
+    assert isinstance(_verdict(loss, documents=(12, 5)), Undecided)
+    assert isinstance(_verdict(loss, known=False), Undecided)
+    assert isinstance(_verdict(loss, documents=(6, 6, 5)), ConfigError)  # rank 0 holds two
+    assert isinstance(_verdict(loss, documents=(14, 3)), ConfigError)  # both hold parts of the first
 
 
 def test_terms_that_are_made_alike_may_have_weights() -> None:

@@ -84,9 +84,9 @@ def test_parts_of_one_rank_and_alignment():
         (lambda: Cut.along(0, (1, 1), (1, 2)), "a rank may hold only one part of a cut"),
         (
             lambda: _layout(Cut.along(0, (0, 1), (2, 3))),
-            r"shape \(4, 6\) has 4 units of dimension 0, but a cut holds 5",
+            r"shape \(4, 6\) has 4 units of dimension 0, but the sizes of a cut sum to 5",
         ),
-        (lambda: _layout(Cut.along(None, (0,), (23,))), "has 24 elements, but a cut holds 23"),
+        (lambda: _layout(Cut.along(None, (0,), (23,))), "has 24 elements, but the sizes of a cut sum to 23"),
         (lambda: _layout(Cut.along(2, (0,), (4,))), "has no dimension 2"),
         (
             lambda: _layout(Cut.whole((4, 6), 0), Cut.whole((4, 6), 1, 0)),

@@ -18,9 +18,9 @@ from ds_hetero.sharding.zero_partition import (
     cut_flat_group,
     cut_parameter,
     is_even,
-    moves,
     node_pieces,
     node_sizes,
+    repartition_moves,
     round_robin_order,
 )
 from ds_hetero.values.splits import Split
@@ -80,7 +80,7 @@ def test_a_larger_weight_never_owns_less(num_elements, weights, data):
         ((1, 2), 3, 1, "lists 2 weights, but the job has 3 ranks"),
         ((1, -1), 2, 1, "not negative"),
         ((1, float("nan")), 2, 2, "finite"),
-        ((0, 0), 2, 2, "one is positive"),
+        ((0, 0), 2, 2, "one of them positive"),
         ((1, 0), 2, 3, "gives rank 1 a weight of 0"),
     ],
 )
@@ -99,8 +99,8 @@ def test_a_part_is_mapped_to_the_parameters_it_cuts():
 def test_moves_join_what_stays_together():
     before = FlatGroup((0, 10), (10, 22), Split((16, 16)))
     after = FlatGroup((0, 10), (10, 22), Split((8, 8, 16)))
-    assert moves(before, after, 1) == (Move(0, 8, 0, 8),)
-    assert moves(after, before, 0) == (Move(0, 0, 0, 8), Move(1, 0, 8, 8))
+    assert repartition_moves(before, after, 1) == (Move(0, 8, 0, 8),)
+    assert repartition_moves(after, before, 0) == (Move(0, 0, 0, 8), Move(1, 0, 8, 8))
 
 
 def test_round_robin_deals_parameters_to_ranks():
@@ -132,14 +132,14 @@ def test_moves_bring_every_element_where_it_belongs(data):
     saved = [flat(before)[start:stop] for start, stop in before.cut.ranges]
     for part, (start, stop) in enumerate(after.cut.ranges):
         target = ["padding"] * (stop - start)
-        for move in moves(before, after, part):
+        for move in repartition_moves(before, after, part):
             target[move.in_target : move.in_target + move.count] = saved[move.source][move.in_source :][: move.count]
         assert target == flat(after)[start:stop]
 
 
 def test_layouts_of_different_parameters_have_no_moves():
-    with pytest.raises(ValueError, match="different parameters"):
-        moves(FlatGroup((0,), (4,), Split((4,))), FlatGroup((0,), (6,), Split((6,))), 0)
+    with pytest.raises(ValueError, match="must be equal"):
+        repartition_moves(FlatGroup((0,), (4,), Split((4,))), FlatGroup((0,), (6,), Split((6,))), 0)
 
 
 # --- stage 3 ---------------------------------------------------------------------------------------

@@ -14,18 +14,11 @@ import pytest
 
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload
-from ds_hetero.decision.decide import (
-    Searcher,
-    decide,
-    forecast,
-    given_plan,
-    is_of_pipelines,
-    needs_measuring,
-    needs_planner,
-    resolve,
-    sp_size_of,
-)
+from ds_hetero.decision.decide import decide
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
+from ds_hetero.decision.forecast import forecast
+from ds_hetero.decision.resolve import given_plan, is_of_pipelines, needs_measuring, needs_planner, resolve, sp_size_of
+from ds_hetero.decision.searcher import Searcher
 from ds_hetero.decision.start_text import forecast_text
 from ds_hetero.engine.ds_config import section_of
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
@@ -225,7 +218,7 @@ def test_a_plan_of_pipelines_is_read() -> None:
 
 
 def test_a_plan_of_pipelines_that_cannot_run_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="says micro_batch_size, micro_batches and the layers of every stage"):
+    with pytest.raises(PlanError, match="needs micro_batch_size, micro_batches and the layers of every stage"):
         given_plan(read(schedule=plan_of_version_2(*TWO_STAGES)), 2)
     with pytest.raises(PlanError, match="the plan has ranks up to 1, the job has 1 processes"):
         given_plan(read(schedule=plan_of_version_2(*TWO_STAGES)), 1)

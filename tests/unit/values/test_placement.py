@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.proof.chance import random_placement, random_schedule, with_moves
-from ds_hetero.batch.ring_table import Block, RingTable
+from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Round
 from ds_hetero.batch.token_moves import MoveTable, move_table
+from ds_hetero.batch.visible_blocks import Block
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.baselines import proportional, ring
 from ds_hetero.values.placement import Lane, Placement, Rows, TokenMove, stream_placement
@@ -130,14 +131,14 @@ def test_a_lane_has_a_ring_of_its_members_and_no_others():
     table = RingTable(PLACEMENT, LANES[0], True, None)
     assert table.size == 2
     # The first member, unit 2, sees all of the other's four tokens from its back half, which is the document's end.
-    ((_, blocks),) = table.blocks(0, 1)
+    ((_, blocks),) = table.blocks_between(0, 1)
     assert blocks == (Block((3, 6), (0, 4), None, None),)
     # That block is all that the first needs; the second sees the front half of the first, positions 2-4.
-    assert [table.columns(source) for source in (0, 1)] == [((0, 3),), ((0, 4),)]
+    assert [table.travelling_keys(source) for source in (0, 1)] == [((0, 3),), ((0, 4),)]
     assert table.reads(1, 0) and table.reads(0, 1)
     assert [len(round_.receives) for round_ in table.forward_rounds(0)] == [1, 0]
     alone = RingTable(PLACEMENT, LANES[2], True, None)
-    ((_, blocks),) = alone.blocks(0, 0)
+    ((_, blocks),) = alone.blocks_between(0, 0)
     assert blocks == (Block((0, 3), (0, 3), None, 0), Block((3, 7), (3, 7), None, 0))
     assert alone.forward_rounds(0) == (Round((), ()),)
 
@@ -159,8 +160,8 @@ def test_a_rank_holds_all_but_its_last_tokens_and_behind_its_own_those_it_takes_
 
 
 def test_what_a_rank_gives_before_attention_is_what_it_takes_after_it():
-    assert move_table(MOVED, 2) == MoveTable(gives=(0, 0, 0, 0), takes=(2, 0, 0, 3))
-    assert move_table(MOVED, 3) == MoveTable(gives=(0, 0, 3, 0), takes=(0, 0, 0, 0))
+    assert move_table(MOVED, 2) == MoveTable(sent=(0, 0, 0, 0), received=(2, 0, 0, 3))
+    assert move_table(MOVED, 3) == MoveTable(sent=(0, 0, 3, 0), received=(0, 0, 0, 0))
     assert move_table(MOVED, 3).sizes(10) == ([0, 0, 30, 0], [0, 0, 0, 0])
     assert move_table(MOVED, 3).sizes(10, back=True) == ([0, 0, 0, 0], [0, 0, 30, 0])
 
@@ -184,13 +185,13 @@ def test_moved_tokens_are_held_once_and_come_back_in_the_order_of_attention(seed
     assert sorted(p for positions in held.values() for p in positions) == list(range(47))
     assert [len(positions) for positions in held.values()] == list(moved.rank_tokens)
     tables = {rank: move_table(moved, rank) for rank in schedule.ranks}
-    given_away = {rank: iter(held[rank][len(held[rank]) - sum(tables[rank].gives) :]) for rank in schedule.ranks}
+    given_away = {rank: iter(held[rank][len(held[rank]) - sum(tables[rank].sent) :]) for rank in schedule.ranks}
     parcels = {  # as all_to_all_single cuts what a rank sends
         (rank, other): [next(given_away[rank]) for _ in range(count)]
         for rank in schedule.ranks
-        for other, count in zip(schedule.ranks, tables[rank].gives, strict=True)
+        for other, count in zip(schedule.ranks, tables[rank].sent, strict=True)
     }
     for rank in schedule.ranks:
-        kept = held[rank][: len(held[rank]) - sum(tables[rank].gives)]
+        kept = held[rank][: len(held[rank]) - sum(tables[rank].sent)]
         arrived = [p for other in schedule.ranks for p in parcels[other, rank]]
         assert kept + arrived == moved.in_attention.positions(rank)

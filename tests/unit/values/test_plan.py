@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_hetero
-from ds_hetero.decision.decide import given_plan
+from ds_hetero.decision.resolve import given_plan
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.values.baselines import ring
@@ -123,11 +123,11 @@ def test_files_of_version_1_are_plans_of_one_stage_pipelines(sp_size: int, repli
         ("pipelines.0.stages.1.ranks", [4, 5], 'but "inner" is "one"'),
         ("pipelines.0.stages.0.inner", "data", "'data' is unknown"),
         ("pipelines.0.stages.0.inner", "sequence", "has a schedule"),
-        ("pipelines.0.stages.0.ranks", [0, 1, 5], "cuts 40 heads over 3 ranks"),
+        ("pipelines.0.stages.0.ranks", [0, 1, 5], "splits 40 heads over 3 ranks"),
         ("pipelines.0.stages.0.in_flight", 0, "in_flight must be"),
         ("pipelines.0.micro_batches", 0, "micro_batches must be"),
         ("pipelines.0.micro_batches", None, "for every pipeline, or for none"),
-        ("pipelines.1.stages.0.ranks", [2, 5], "schedule is of ranks"),
+        ("pipelines.1.stages.0.ranks", [2, 5], "schedule has ranks"),
         ("pipelines.1.stages.0.schedule", ring(2, 8, 8).shifted(2).to_dict(), "for 8 heads and 8 KV heads"),
         ("pipelines.1.stages.0.schedule", {"version": 1}, r"stages\[0\].schedule: schedule: unknown keys"),
         ("pipelines.1.stages.0.colour", "red", "unknown keys"),
@@ -146,7 +146,7 @@ def test_what_no_job_can_do_is_refused_by_name(path: str, value: Any, message: s
 
 def test_replicas_that_share_a_rank_are_refused() -> None:
     twice = {"version": 1, "replicas": [{"schedule": ring(2, 4, 2).to_dict()}] * 2}
-    with pytest.raises(ScheduleError, match="in one replica alone"):
+    with pytest.raises(ScheduleError, match="in one replica only"):
         read_plan(twice)
     with pytest.raises(ScheduleError, match="replicas is empty"):
         read_plan({"version": 1, "replicas": []})

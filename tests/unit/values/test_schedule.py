@@ -245,7 +245,9 @@ def test_a_faulty_schedule_file_is_refused_with_the_reason(data, message):
 
 
 def test_a_sequence_shorter_than_the_ranks_is_refused():
-    with pytest.raises(ScheduleError, match="a sequence of 2 tokens is shorter than the 3 ranks that are to hold some"):
+    with pytest.raises(
+        ScheduleError, match="a sequence of 2 tokens is shorter than the 3 ranks that need at least one"
+    ):
         ring(3, 4, 4).tokens(2)
 
 

@@ -1,1 +1,1 @@
-"""Pipelines of unequal stages behind an engine of DeepSpeed's: the loop of the user does not change."""
+"""Pipelines of unequal stages behind DeepSpeed's engine, so that a script's loop stays the same."""

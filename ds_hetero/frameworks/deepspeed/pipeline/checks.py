@@ -1,4 +1,4 @@
-"""Checks of the steps of pipelines; how they run: `ds_hetero.runtime.step_checks`."""
+"""Checks of the steps of an engine with pipelines; `ds_hetero.runtime.step_checks` runs them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from ds_hetero.runtime.step_checks import StageBuffers, StepCheck
 
 
 def checks_of_pipelines(pipelined: PipelinedEngine, buffers: Sequence[str]) -> list[StepCheck]:
-    """Checks of an engine whose model is a stage of a pipeline; on every rank alike.
+    """Return the checks of an engine whose model is a stage of a pipeline, the same on every rank.
 
     Args:
         buffers: names of the persistent buffers of the whole model.
     """
     pipelined.buffers = StageBuffers(pipelined.stage.model, buffers)
-    return [SameGroups(pipelined), _used_parameters(pipelined), pipelined.buffers]
+    return [SameGroups(pipelined), _check_of_used_parameters(pipelined), pipelined.buffers]
 
 
-def _used_parameters(pipelined: PipelinedEngine) -> UsedParameters:
-    """Return the check of parameters that no rank uses; synchronizer and optimizer change where layers move."""
+def _check_of_used_parameters(pipelined: PipelinedEngine) -> UsedParameters:
+    """Return the check of parameters that no rank uses."""
     optimizer: PipelineOptimizer = pipelined.engine.optimizer
 
     def read() -> tuple[Sequence[str], Set[str]]:
-        return list(optimizer.sync.held), optimizer.sync.reached
+        # Read from the optimizer each time: it gets another synchronizer when layers move.
+        return list(optimizer.sync.parameter_names), optimizer.sync.reached
 
-    return UsedParameters(list(optimizer.sync.shapes), read, optimizer.leave)
+    return UsedParameters(list(optimizer.sync.shapes), read, optimizer.skip_in_next_step)

@@ -1,4 +1,4 @@
-"""The last micro-batch of an optimizer step, in any release of DeepSpeed."""
+"""Ask an optimizer of DeepSpeed, of any admitted release, whether the last micro-batch of a step runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def is_at_boundary(optimizer: Any) -> bool:
-    """Whether the step is to use the gradients of the backward that runs.
+    """Return whether the running backward is that of a step's last micro-batch.
 
-    DeepSpeed's optimizers say it by an attribute before 0.19, by a method from 0.19 on.
+    ``is_gradient_accumulation_boundary`` is an attribute in DeepSpeed 0.18, and a method from 0.19 on.
     """
-    at_boundary: Any = optimizer.is_gradient_accumulation_boundary
-    return bool(at_boundary() if callable(at_boundary) else at_boundary)
+    is_boundary: Any = optimizer.is_gradient_accumulation_boundary
+    return bool(is_boundary() if callable(is_boundary) else is_boundary)

@@ -1,4 +1,8 @@
-"""Shards of unequal size exchanged for shards of one size, as checkpoints have them."""
+"""Exchange weighted shards of ZeRO-3 for shards of equal size, because DeepSpeed's checkpoints have equal shards.
+
+Example: a parameter of 10 elements, on ranks of weights 3 and 1, has shards of 8 and 2 elements. Rank 0 sends its last
+3 elements to rank 1, so that both have 5.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,23 @@ from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.nodes import chunks, start_exchange, write
+from ds_hetero.frameworks.deepspeed.zero.nodes import chunks, copy_into, start_exchange
 from ds_hetero.frameworks.deepspeed.zero.parameter_cut import cut_of, owning_group
 from ds_hetero.frameworks.deepspeed.zero.weighted_shards import parameter_moves
 from ds_hetero.sharding.zero_partition import cut_as_deepspeed
 
 
 def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "weights") -> Tensor:
-    """Exchange weighted shards of parameters, side by side in one tensor, for shards of one size on the CPU.
+    """Exchange this rank's weighted shards of parameters for shards of equal size, on the CPU.
 
-        flat     [sum of s]
-        result   [sum of ceil(n / ranks)], the ends padded with zeros
+        flat     [sum of s], the weighted shards one after the other; s: elements of this rank's shard of a parameter
+        result   [sum of ceil(n / ranks)], the equal shards, padded with zeros; n: elements of a parameter
+
+    Args:
+        name: name of the optimizer state that ``flat`` is, for the error.
 
     Caller: every rank, with the same parameters.
-    Collectives: one all_to_all_single for each of `chunks`; of copies in every node, inside the node.
+    Collectives: one all_to_all_single for each of `chunks`, over the ranks that own the parameters (`owning_group`).
 
     Raises:
         CheckpointError: ``flat`` has another number of elements, as with optimizers that quantize state by blocks.
@@ -43,10 +50,10 @@ def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "wei
 
 
 def _equal_shards(shards: Sequence[Tensor], params: Sequence[ZeroParameter]) -> list[Tensor]:
-    """Exchange the shards of one chunk; see `equal_shards`.
+    """Exchange the shards of one chunk of parameters; see `equal_shards`.
 
-    The elements of an equal shard are sent in the order of parameters, then of elements; sender and receiver derive
-    the same moves, so that no message says what it holds.
+    Sender and receiver compute the same list of moves, in the same order. So a message needs no header: it is only the
+    elements.
     """
     group = owning_group(params[0])
     job_size = dist.get_world_size(group=params[0].ds_process_group)
@@ -59,12 +66,13 @@ def _equal_shards(shards: Sequence[Tensor], params: Sequence[ZeroParameter]) -> 
         result = torch.zeros(equal_cut.sizes[0], dtype=shards[0].dtype)
         results.append(result)
         for owner in range(num_ranks):
-            # Equal shards are cut over the job: a rank of a node owns the one of its global rank.
-            place = dist.get_global_rank(group, owner)
-            for move in parameter_moves(param.ds_numel, cut_of(param), equal_cut, place):
+            # Equal shards are cut over all ranks of the job, weighted ones over ``group``, which may be one node.
+            global_owner = dist.get_global_rank(group, owner)
+            for move in parameter_moves(param.ds_numel, cut_of(param), equal_cut, global_owner):
                 if move.source == rank:
                     send[owner].append(shard[move.in_source : move.in_source + move.count])
                 if owner == rank:
                     receive[move.source].append(result[move.in_target : move.in_target + move.count])
-    write(start_exchange(send, receive, shards[0].dtype, group)(), receive)
+    wait = start_exchange(send, receive, shards[0].dtype, group)
+    copy_into(receive, wait())
     return results

@@ -1,11 +1,12 @@
-"""Weighted ZeRO in DeepSpeed's engine: the optimizers put in place while it is built, and what they cannot do.
+"""Let DeepSpeed build its engine with our weighted ZeRO optimizers, and refuse settings that these do not support.
 
     weights, nodes = agree_on_owners(start, ds_config, model, optimizer)
     with optimizers_in_place(ds_config, weights, nodes):
         engine, *_ = deepspeed.initialize(...)
     checkpoints = stage3_checkpoints(engine)
 
-Nothing of DeepSpeed stays replaced after that but what `install` has replaced, until a handle is undone.
+After the ``with`` block DeepSpeed uses its own classes again. Only the functions that `install` replaces stay replaced,
+until the handle of the registration is undone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from ds_hetero.frameworks.deepspeed.zero.stage3 import make_stage3_optimizer
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage3_checks import check_nodes, check_stage3
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
-from ds_hetero.frameworks.deepspeed.zero.user_optimizer import keep_adagrad, take_no_step, why_inexact
+from ds_hetero.frameworks.deepspeed.zero.user_optimizer import inexactness_reason, keep_adagrad, skip_initial_step
 from ds_hetero.frameworks.deepspeed.zero.weighted_shards import shard_of
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(patches: Patches) -> None:
-    """Let DeepSpeed detach flat parameters, average all gradients, and gather and partition weighted ones as we do."""
+    """Replace four functions of DeepSpeed: two that have faults, and two that must handle weighted parameters."""
     patches.replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", around(_flatten_detached))
     patches.replace(stage_1_and_2, "split_half_float_double", around(_split_all))
     patches.replace(deepspeed.zero.Init, "_all_gather", around(_gather_weighted))
@@ -62,59 +63,65 @@ def install(patches: Patches) -> None:
 
 
 def _flatten_detached(stock: Function, *args: object, **kwargs: object) -> Tensor:
-    """Replace ``flatten_dense_tensors_aligned``: DeepSpeed 0.18.7 to 0.18.9 leave flat parameters in the graph.
+    """Replace ``flatten_dense_tensors_aligned``: detach the flat parameters, which DeepSpeed 0.18.7 to 0.18.9 do not.
 
-    Its parts are views, which torch does not let be written in place, so that on CPUs the first step fails.
+    The parts of an attached flat parameter are views, which torch forbids to write in place, so that on CPUs the first
+    step fails.
     """
     flat: Tensor = stock(*args, **kwargs)
     return flat.detach()
 
 
 def _split_all(stock: Function, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Replace ``split_half_float_double``: average dense gradients of every type over the ranks.
+    """Replace ``split_half_float_double``: put dense gradients of every dtype into buckets, which ranks average.
 
-    DeepSpeed 0.18.9 compares ``Tensor.type()`` with names such as "torch.cpu.FloatTensor", while torch says
-    "torch.FloatTensor" of a tensor on a CPU: it has no buckets there, and ranks keep their own gradients where these
-    are not contiguous. 0.19.8 leaves out sparse ones alone.
+    DeepSpeed 0.18.9 compares ``Tensor.type()`` with names such as "torch.cpu.FloatTensor", but on a CPU torch's name is
+    "torch.FloatTensor". So DeepSpeed makes no buckets there, and gradients that are not contiguous are not averaged.
+    0.19.8 leaves out sparse gradients only.
     """
     buckets: list[list[Tensor]] = stock(tensors)
-    split = {id(tensor) for bucket in buckets for tensor in bucket}
-    left: dict[torch.dtype, list[Tensor]] = {}
+    in_buckets = {id(tensor) for bucket in buckets for tensor in bucket}
+    missing: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        if id(tensor) not in split and tensor.layout == torch.strided:
-            left.setdefault(tensor.dtype, []).append(tensor)
-    return [*buckets, *left.values()]
+        if id(tensor) not in in_buckets and tensor.layout == torch.strided:
+            missing.setdefault(tensor.dtype, []).append(tensor)
+    return [*buckets, *missing.values()]
 
 
 def _gather_weighted(
     stock: Function, init: object, param_list: Sequence[ZeroParameter], *args: object, **kwargs: object
 ) -> object:
-    """Replace `Init._all_gather`: gather weighted parameters here, and let DeepSpeed gather others."""
-    others = [param for param in param_list if not is_weighted(param)]
-    missing = [param for param in param_list if is_weighted(param) and param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-    if missing:
-        missing[0].all_gather_coalesced(missing).wait()
-    return stock(init, others, *args, **kwargs)
+    """Replace ``zero.Init._all_gather``: gather weighted parameters here, and let DeepSpeed gather others."""
+    equal = []
+    weighted = []
+    for param in param_list:
+        if not is_weighted(param):
+            equal.append(param)
+        elif param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            weighted.append(param)
+    if weighted:
+        weighted[0].all_gather_coalesced(weighted).wait()
+    return stock(init, equal, *args, **kwargs)
 
 
 def _write_back(
     stock: Function, init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
 ) -> object:
-    """Replace `Init._partition_param`: write a whole parameter that was changed to its weighted shard."""
+    """Replace ``zero.Init._partition_param``: copy a gathered parameter that was changed to its weighted shard."""
     if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
         param.ds_tensor.data.copy_(shard_of(param, param.data))
-        has_been_updated = False  # what is left to do is to free the whole
+        has_been_updated = False  # so that DeepSpeed only frees the gathered parameter
     return stock(init, param, *args, has_been_updated=has_been_updated, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """Replacement of DeepSpeed's optimizer for one ZeRO stage."""
+    """How DeepSpeed's optimizer class of one ZeRO stage is replaced by ours."""
 
-    module: str  # where the engine looks for DeepSpeed's class
-    name: str
-    make: Function  # takes the arguments of that class, and ``weights``
-    check: Callable[[Content], None]  # raises `ConfigError` for a configuration with which unequal weights do not work
+    module: str  # name of the module in which the engine looks up DeepSpeed's class
+    name: str  # name of DeepSpeed's class in that module
+    make: Function  # makes our optimizer from the arguments of that class, and ``weights``
+    check: Callable[[Content], None]  # raises `ConfigError` if a configuration does not work with unequal weights
 
 
 _STAGES_1_AND_2 = Replacement(
@@ -130,39 +137,56 @@ _STAGE_3 = Replacement(
     check=check_stage3,
 )
 OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3: _STAGE_3}
-"""By ZeRO stage."""
+"""Replacements by ZeRO stage."""
 
 
 def agree_on_owners(
     start: JobStart, ds_config: DsConfig, model: nn.Module, optimizer: Any
 ) -> tuple[tuple[float, ...], Nodes | None]:
-    """Return one weight per rank, and the nodes of which each owns all, if any. Raises `ConfigError` on every rank.
+    """Return the ZeRO weight of every rank, and with ``"zero_within"`` the nodes that each own all parameters.
+
+    Rank 0 logs the shares, and announces if the optimizer is inexact on shards.
 
     Caller: every rank of the world.
-    Collectives: one `on_all_ranks`; those of `Nodes.of_job`.
+    Collectives: one `on_all_ranks`; with ``"zero_within"`` those of `Nodes.of_job`.
+
+    Raises:
+        ConfigError: on every rank: the settings do not work together.
     """
     within = start.section.zero_within
 
-    def decide() -> tuple[tuple[float, ...], int]:
-        weights = _weights_of(start, dist.get_world_size())
+    def read_weights() -> tuple[tuple[float, ...], int]:
+        weights = _zero_weights(start, dist.get_world_size())
         expect_possible(ds_config, weights, model, optimizer)
         return weights, int(os.environ.get("LOCAL_RANK", -1))
 
-    decided = on_all_ranks(decide)
-    weights, nodes = decided[0][0], None
-    if within is not None:
-        nodes = Nodes.of_job(node_sizes(within, [local_rank for _, local_rank in decided]), weights)
-    if dist.get_rank() == 0 and (text := why_inexact(optimizer, start.facts.training.zero_stage)):
-        announce(text)
-    if dist.get_rank() == 0 and not (is_even(weights) and nodes is None):
-        owning = [weights] if nodes is None else nodes.weights
-        shares = ", ".join(f"{weight / sum(of_node):.1%}" for of_node in owning for weight in of_node)
-        logger.info("ZeRO-%d partitions by rank: %s", start.facts.training.zero_stage, shares)
+    by_rank = on_all_ranks(read_weights)
+    weights, _ = by_rank[0]
+    local_ranks = [local_rank for _, local_rank in by_rank]
+    nodes = None if within is None else Nodes.of_job(node_sizes(within, local_ranks), weights)
+    if dist.get_rank() == 0:
+        if text := inexactness_reason(optimizer, start.facts.training.zero_stage):
+            announce(text)
+        if nodes is not None or not is_even(weights):
+            _log_shares(start.facts.training.zero_stage, [weights] if nodes is None else nodes.weights)
     return weights, nodes
 
 
-def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
-    """Return the ZeRO shares of all ranks that the section asks for. Raises `ConfigError`; see `check_weights`."""
+def _log_shares(zero_stage: int, weights_of_owners: Sequence[Sequence[float]]) -> None:
+    """Log the share of the parameters that each rank owns.
+
+    Args:
+        weights_of_owners: weights of the ranks that own all parameters together: all ranks, or the ranks of a node.
+    """
+    shares = []
+    for weights in weights_of_owners:
+        total = sum(weights)
+        shares += [f"{weight / total:.1%}" for weight in weights]
+    logger.info("ZeRO-%d partitions by rank: %s", zero_stage, ", ".join(shares))
+
+
+def _zero_weights(start: JobStart, world_size: int) -> tuple[float, ...]:
+    """Return the ZeRO weights of all ranks, from ``"zero_partition"``. Raises `ConfigError`; see `check_weights`."""
     setting = start.section.zero_partition
     if setting == "uniform":
         return (1.0,) * world_size
@@ -175,54 +199,66 @@ def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
 def expect_possible(
     ds_config: DsConfig, weights: Sequence[float], model: nn.Module | None, optimizer: Any = None
 ) -> None:
-    """Refuse settings that rule out unequal partitions. Raises `ConfigError`: names them.
+    """Check that the settings, the model and the optimizer work with these weights and with ``"zero_within"``.
 
     Args:
-        weights: one per rank; equal ones are always possible.
+        weights: one per rank; equal ones always work.
+        model: None to check the settings alone.
+        optimizer: the script's optimizer, if there is one.
+
+    Raises:
+        ConfigError: it names what does not work.
     """
-    is_within = ds_config.get(SECTION, {}).get("zero_within") is not None
-    if is_within:
+    cuts_inside_nodes = ds_config.get(SECTION, {}).get("zero_within") is not None
+    if cuts_inside_nodes:
         check_nodes(ds_config)
-    if is_even(weights) and not is_within:
+    if is_even(weights) and not cuts_inside_nodes:
         return
     training = read_training_facts(ds_config)
     if training.zero_stage == 0:
         raise ConfigError(
-            '"zero_partition" has nothing to partition without ZeRO. Set "zero_optimization": {"stage": 1} or higher, '
-            'or leave "zero_partition" out.'
+            '"zero_partition" needs ZeRO, but "zero_optimization" has stage 0. Set {"stage": 1} or higher, or leave '
+            '"zero_partition" out.'
         )
     if training.zero_stage not in OPTIMIZERS:
         stages = " or ".join(map(str, sorted(OPTIMIZERS)))
-        raise ConfigError(f'"zero_partition" does not work with ZeRO stage {training.zero_stage}; use {stages}.')
-    refused = []
+        raise ConfigError(f'"zero_partition" does not work with ZeRO stage {training.zero_stage}; use stage {stages}.')
+    unsupported = []
     if "muon" in f"{training.optimizer} {type(optimizer).__name__}".lower():
-        refused.append("the Muon optimizer")
-    if model is not None and any(isinstance(part, MoE) for part in model.modules()):
-        refused.append("a mixture of experts over expert-parallel groups")
-    if refused:
+        unsupported.append("the Muon optimizer")
+    if model is not None and any(isinstance(module, MoE) for module in model.modules()):
+        unsupported.append("a mixture of experts over expert-parallel groups")
+    if unsupported:
         raise ConfigError(
             f'"zero_partition" other than "uniform", and "zero_within", do not work together with '
-            f"{' and '.join(refused)}, which computes with equal partitions of the job. Remove one of them."
+            f"{' and '.join(unsupported)}, which needs equal partitions over all ranks. Use another optimizer or "
+            'model, or leave "zero_partition" and "zero_within" out.'
         )
     OPTIMIZERS[training.zero_stage].check(ds_config)
 
 
 @contextlib.contextmanager
 def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: Nodes | None) -> Iterator[None]:
-    """Let an engine that is built inside take our optimizer for its ZeRO stage, if there is one, and take no step."""
+    """Let an engine that is built inside the context use our optimizer for its ZeRO stage.
+
+    The script's optimizer is kept exact, see `ds_hetero.frameworks.deepspeed.zero.user_optimizer`.
+    """
     patches = Patches()
     training = read_training_facts(ds_config)
-    if ours := OPTIMIZERS.get(training.zero_stage):
-        make = functools.partial(ours.make, weights=weights, **({} if nodes is None else {"nodes": nodes}))
-        patches.replace(importlib.import_module(ours.module), ours.name, around(_choose, make))
-    for stock in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
-        patches.replace(stock, "initialize_optimizer_states", around(keep_adagrad))
-    for stock_of_half in (FP16_Optimizer, FP16_UnfusedOptimizer):
-        patches.replace(stock_of_half, "initialize_optimizer_states", around(take_no_step))
-    in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
-    if training.zero_stage == 1 and not is_even(weights) and in_fp32:
-        # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
-        # one of all other cases computes the same; both reduce in "communication_data_type", by default bf16.
+    if replacement := OPTIMIZERS.get(training.zero_stage):
+        options: dict[str, Any] = {"weights": weights}
+        if nodes is not None:
+            options["nodes"] = nodes
+        make = functools.partial(replacement.make, **options)
+        patches.replace(importlib.import_module(replacement.module), replacement.name, around(_make_optimizer, make))
+    for zero_class in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        patches.replace(zero_class, "initialize_optimizer_states", around(keep_adagrad))
+    for half_class in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        patches.replace(half_class, "initialize_optimizer_states", around(skip_initial_step))
+    is_bf16_with_fp32_sums = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
+    if training.zero_stage == 1 and not is_even(weights) and is_bf16_with_fp32_sums:
+        # For bf16 parameters and fp32 accumulation DeepSpeed uses BF16_Optimizer, which has equal partitions only. Its
+        # optimizer for all other cases computes the same; both reduce in "communication_data_type", by default bf16.
         patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", around(_without_bf16_optimizer))
     try:
         yield
@@ -231,19 +267,26 @@ def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: No
 
 
 def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
-    """Make what reads and writes the checkpoints of an engine; None where DeepSpeed does it alone."""
-    ours = OPTIMIZERS.get(engine.zero_optimization_stage()) is _STAGE_3
-    has_state = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)  # not so without an optimizer
-    return Stage3Checkpoints(engine) if ours and has_state else None
+    """Return the object that saves and loads an engine's checkpoints of ZeRO-3; None for other stages.
+
+    An engine without an optimizer has no optimizer state to repartition, and gets None, too.
+    """
+    is_stage_3 = OPTIMIZERS.get(engine.zero_optimization_stage()) is _STAGE_3
+    has_state = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
+    return Stage3Checkpoints(engine) if is_stage_3 and has_state else None
 
 
-def _choose(ours: Function, stock: Function, *args: object, **kwargs: object) -> object:
-    """Make our optimizer, but DeepSpeed's for experts, whose groups have fewer ranks than there are weights."""
+def _make_optimizer(make: Function, stock: Function, *args: object, **kwargs: object) -> object:
+    """Replace DeepSpeed's optimizer class: make our optimizer; for a model with expert parallelism DeepSpeed's.
+
+    The groups of expert-parallel parameters have fewer ranks than there are weights.
+    """
     if kwargs.get("has_moe_layers"):
         return stock(*args, **kwargs)
-    return ours(*args, **kwargs)
+    return make(*args, **kwargs)
 
 
-def _without_bf16_optimizer(check: Function, engine: Any, basic_optimizer: Any) -> object:
-    chosen = check(engine, basic_optimizer)
-    return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen
+def _without_bf16_optimizer(stock: Function, engine: Any, basic_optimizer: Any) -> object:
+    """Replace ``_do_optimizer_sanity_check``: choose DeepSpeed's ZeRO optimizer instead of BF16_Optimizer."""
+    optimizer_kind = stock(engine, basic_optimizer)
+    return engine_module.ZERO_OPTIMIZATION if optimizer_kind == engine_module.BFLOAT16 else optimizer_kind

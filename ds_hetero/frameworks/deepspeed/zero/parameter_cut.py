@@ -1,4 +1,7 @@
-"""Cut of a ZeRO-3 parameter into shards, and the ranks that own them: ours or DeepSpeed's."""
+"""Read how a ZeRO-3 parameter is cut into shards, and which ranks own them.
+
+`recut` stores a weighted cut as attributes of a parameter. Parameters without these attributes have DeepSpeed's cut.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ CUT_ATTRIBUTE, OWNERS_ATTRIBUTE = "ds_hetero_cut", "ds_hetero_owners"
 
 
 def is_weighted(param: ZeroParameter) -> bool:
-    """Whether `recut` gave a parameter its shards; else they are DeepSpeed's."""
+    """Return whether `recut` has cut a parameter by weights; otherwise it has DeepSpeed's equal shards."""
     return hasattr(param, CUT_ATTRIBUTE)
 
 
 def cut_of(param: ZeroParameter) -> Split:
-    """Return how a ZeRO-3 parameter is cut now, by `recut` or by DeepSpeed."""
+    """Return the present cut of a ZeRO-3 parameter between its owners: the weighted cut, or else DeepSpeed's."""
     if is_weighted(param):
         cut: Split = getattr(param, CUT_ATTRIBUTE)
         return cut
@@ -26,6 +29,9 @@ def cut_of(param: ZeroParameter) -> Split:
 
 
 def owning_group(param: ZeroParameter) -> ProcessGroup:
-    """Return the ranks that a parameter is cut for: those of this node with `Nodes`, else its ``ds_process_group``."""
+    """Return the group of ranks that own a parameter's shards.
+
+    With ``"zero_within"`` these are the ranks of this node, else the parameter's ``ds_process_group``.
+    """
     group: ProcessGroup = getattr(param, OWNERS_ATTRIBUTE, param.ds_process_group)
     return group

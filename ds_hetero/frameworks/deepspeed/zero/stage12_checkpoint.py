@@ -1,12 +1,13 @@
-"""Loading of checkpoints of ZeRO stages 1 and 2 that were saved under any weights and any number of ranks.
+"""Load checkpoints of ZeRO stages 1 and 2 that any number of ranks saved, with any weights.
 
-Every rank saves the part that it owns, as in stock DeepSpeed, so a checkpoint has the layout of the job that wrote it.
-Loading finds each of this rank's elements by its parameter, and the place of that parameter in the saved layout. It
-reads the shards that hold some of these elements, one at a time. Checkpoints of stock DeepSpeed, `BF16_Optimizer`
-included, are read in the same way.
+Every rank saves the part that it owns, as in stock DeepSpeed, so the files of a checkpoint (its shards) have the layout
+of the job that saved it. A rank that loads looks up the parameters of its part in the saved layout, and reads the
+shards that have elements of them, one shard at a time. Checkpoints of stock DeepSpeed, also of its ``BF16_Optimizer``,
+are loaded in the same way.
 
 Example: 10 elements, saved by 2 ranks as 5 and 5, loaded by weights 3 and 1, which own 8 and 2. Rank 0 takes all 5 of
-shard 0 and the first 3 of shard 1; rank 1 reads the last 2 of shard 1, and shard 0 for values that are not cut.
+shard 0 and the first 3 of shard 1. Rank 1 takes the last 2 of shard 1; values that are not cut over the ranks, such as
+counts of steps, it also reads from shard 1.
 """
 
 from __future__ import annotations
@@ -31,32 +32,37 @@ from torch import Tensor
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
-from ds_hetero.sharding.zero_partition import FlatGroup, Move, moves, round_robin_order
+from ds_hetero.sharding.zero_partition import FlatGroup, Move, repartition_moves, round_robin_order
 from ds_hetero.values.splits import Split
 
-LAYOUT = "ds_hetero_layout"  # in every shard's state
-PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"  # DeepSpeed's, in its shards
+LAYOUT = "ds_hetero_layout"  # key of our layout in the optimizer state of every shard
+PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"  # DeepSpeed's key in the same state, in newer releases
 
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A parameter group as it was laid out when it was saved."""
+    """A parameter group with the layout in which it was saved."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the parameters, in the order of ``layout``
     layout: FlatGroup
 
 
 @dataclass
 class RestoredGroup:
-    """This rank's part of a parameter group, put together from the shards; on the CPU."""
+    """This rank's part of a parameter group, read from the shards; on the CPU."""
 
-    fp32: Tensor  # master weights, ``[own elements]``
-    state: State = field(default_factory=dict)  # of the base optimizer: tensors ``[own elements]``, and other values
+    fp32: Tensor  # master weights of the elements that this rank owns, 1-D
+    state: State = field(default_factory=dict)  # of the base optimizer: tensors as long as ``fp32``, and other values
     options: State = field(default_factory=dict)  # of the group, such as the learning rate
 
 
 def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup]) -> list[dict[str, list[Any]]]:
-    """Describe the layout of all shards, by parameter group: plain lists, which pickle anywhere."""
+    """Return the layout of every parameter group as plain lists, which any program can unpickle.
+
+    Args:
+        names: names of the parameters, by group.
+        layouts: layout of each group.
+    """
     groups: list[dict[str, list[Any]]] = []
     for names_of_group, layout in zip(names, layouts, strict=True):
         groups.append(
@@ -71,17 +77,22 @@ def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup])
 
 
 def read_shard(load: Function, path: str) -> State:
-    """Read the state in a shard's file, to the CPU. Raises `CheckpointError`: the file is missing or damaged."""
+    """Load a shard to the CPU. Raises `CheckpointError`: the file is missing or damaged.
+
+    Args:
+        load: function with the arguments of ``torch.load``.
+        path: path of the shard's file.
+    """
     if not Path(path).is_file():
         raise CheckpointError(
-            f"{path} is missing. The checkpoint is incomplete, as if ranks had died while saving it, or this rank does "
-            "not see the files of the others. Load an earlier one, or put the file there."
+            f"{path} is missing. Either the checkpoint is incomplete, as when ranks die while saving it, or this rank "
+            "does not see the files of the others. Load an earlier checkpoint, or copy the file there."
         )
     try:
         shard: State = load(path, map_location="cpu")
     except Exception as error:  # torch and pickle raise almost anything here
         raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}), as if a rank had died while writing it. "
+            f"{path} is damaged ({type(error).__name__}: {error}), as when a rank dies while writing it. "
             "Load an earlier checkpoint."
         ) from error
     return shard
@@ -96,14 +107,21 @@ def read_groups(
     *,
     round_robin: bool,
 ) -> tuple[list[RestoredGroup], State]:
-    """Return this rank's part of every group, and the state of one shard.
+    """Return this rank's part of every parameter group, read from all shards that have elements of the part.
+
+    The second result is the optimizer state of one shard, for values that are the same in all shards.
 
     Args:
-        read: returns the content of a shard's file, by its number; called once for each shard that is needed, with this
-            rank's own number first.
-        names: of the parameters, by group, as they are now.
-        layouts: of the groups, as they are now.
-        round_robin: how stock DeepSpeed laid the groups out, where the checkpoint does not say it.
+        read: returns the content of a shard, by its number. It is called once for each shard that is needed: first for
+            the shard with this rank's number, or for the last shard if there are fewer.
+        num_shards: shards of the checkpoint.
+        names: names of the parameters in this job, by group.
+        layouts: layouts of the groups in this job.
+        rank: this rank's number in the data-parallel group.
+        round_robin: whether stock DeepSpeed saved with ``round_robin_gradients``; used if the checkpoint does not say.
+
+    Returns:
+        The parts, and the optimizer state of one shard, for values that are the same in all shards.
 
     Raises:
         CheckpointError: the checkpoint has other parameters or groups.
@@ -115,52 +133,58 @@ def read_groups(
     options = state[BASE_OPTIMIZER_STATE]["param_groups"]
     restored = []
     moves_of_groups = []
-    for number, (saved, layout) in enumerate(zip(saved_groups, layouts, strict=True)):
-        part_size = saved.layout.cut.sizes[first_shard]
+    for number, (saved_group, layout) in enumerate(zip(saved_groups, layouts, strict=True)):
+        part_size = saved_group.layout.cut.sizes[first_shard]
         group = _empty_group(state, number, part_size, layout.cut.sizes[rank])
         group.options = {name: value for name, value in options[number].items() if name != "params"}
         restored.append(group)
-        moves_of_groups.append(moves(_in_order(names[number], saved), layout, rank))
+        moves_of_groups.append(repartition_moves(_reorder(names[number], saved_group), layout, rank))
 
-    needed = {move.source for of_group in moves_of_groups for move in of_group}
-    for source in sorted(needed, key=lambda source: (source != first_shard, source)):
+    sources = {move.source for moves in moves_of_groups for move in moves}
+    # In the order of shards, but the first shard, which is in memory already, before all others.
+    for source in sorted(sources, key=lambda source: (source != first_shard, source)):
         shard = state if source == first_shard else read(source)[OPTIMIZER_STATE_DICT]
-        for number, (group, of_group) in enumerate(zip(restored, moves_of_groups, strict=True)):
-            _copy_from(shard, number, group, [move for move in of_group if move.source == source])
+        for number, (group, moves) in enumerate(zip(restored, moves_of_groups, strict=True)):
+            _copy_from(shard, number, group, [move for move in moves if move.source == source])
     return restored, state
 
 
-def _copy_from(shard: Content, number: int, group: RestoredGroup, moves_of_shard: Sequence[Move]) -> None:
-    """Copy this rank's elements of the group with this number from the state of one shard."""
-    for name, target in {"fp32": group.fp32, **_partitioned(group)}.items():
-        if name == "fp32":
-            flat = shard[SINGLE_PARTITION_OF_FP32_GROUPS][number]
-        else:
-            flat = shard[BASE_OPTIMIZER_STATE]["state"][number][name]
-        for move in moves_of_shard:
-            piece = flat.view(-1).narrow(0, move.in_source, move.count)
-            target.narrow(0, move.in_target, move.count).copy_(piece)
-
-
-def _empty_group(state: Content, number: int, part_size: int, own_size: int) -> RestoredGroup:
-    """Return a group with zeros for everything that is cut over the ranks, and other values as they were saved.
-
-    Zeros, since padding is in no shard and has to be zero.
+def _copy_from(shard: Content, number: int, group: RestoredGroup, moves: Sequence[Move]) -> None:
+    """Copy master weights and optimizer state of one parameter group from a shard.
 
     Args:
-        state: of a shard.
-        number: of the group.
-        part_size: elements of the shard's part of it.
-        own_size: elements of this rank's part of it.
+        shard: optimizer state of the shard.
+        number: number of the group.
+        moves: which elements of the shard are copied, and to where in this rank's part.
     """
-    group = RestoredGroup(torch.zeros(own_size, dtype=state[SINGLE_PARTITION_OF_FP32_GROUPS][number].dtype))
+    source_target_pairs = [(shard[SINGLE_PARTITION_OF_FP32_GROUPS][number], group.fp32)]
+    for name, target in _partitioned_states(group).items():
+        source_target_pairs.append((shard[BASE_OPTIMIZER_STATE]["state"][number][name], target))
+    for source, target in source_target_pairs:
+        for move in moves:
+            elements = source.view(-1).narrow(0, move.in_source, move.count)
+            target.narrow(0, move.in_target, move.count).copy_(elements)
+
+
+def _empty_group(state: Content, number: int, part_size: int, local_size: int) -> RestoredGroup:
+    """Return a group with zeros for tensors that are cut over the ranks, and with other values as they were saved.
+
+    The tensors begin as zeros because the padding of the group must be zero, and no shard has values for it.
+
+    Args:
+        state: optimizer state of a shard.
+        number: number of the group.
+        part_size: elements of the shard's part of the group.
+        local_size: elements of this rank's part of the group.
+    """
+    group = RestoredGroup(torch.zeros(local_size, dtype=state[SINGLE_PARTITION_OF_FP32_GROUPS][number].dtype))
     for name, value in state[BASE_OPTIMIZER_STATE]["state"].get(number, {}).items():
         is_cut = torch.is_tensor(value) and value.dim() > 0 and value.numel() == part_size
-        group.state[name] = torch.zeros(own_size, dtype=value.dtype) if is_cut else value
+        group.state[name] = torch.zeros(local_size, dtype=value.dtype) if is_cut else value
     return group
 
 
-def _partitioned(group: RestoredGroup) -> dict[str, Tensor]:
+def _partitioned_states(group: RestoredGroup) -> dict[str, Tensor]:
     """Return the states of the base optimizer that are cut over the ranks."""
     tensors = {name: value for name, value in group.state.items() if torch.is_tensor(value)}
     return {name: value for name, value in tensors.items() if value.dim() > 0 and value.shape == group.fp32.shape}
@@ -169,7 +193,14 @@ def _partitioned(group: RestoredGroup) -> dict[str, Tensor]:
 def _saved_groups(
     content: Content, num_shards: int, names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup], round_robin: bool
 ) -> list[SavedGroup]:
-    """Return the groups as they were saved; the arguments are those of `read_groups`. Raises `CheckpointError`."""
+    """Return the parameter groups with their saved layouts.
+
+    Args:
+        content: content of one shard. The other arguments are those of `read_groups`.
+
+    Raises:
+        CheckpointError: the checkpoint has other parameters or groups, or a format that cannot be read.
+    """
     state = content[OPTIMIZER_STATE_DICT]
     if not isinstance(state[BASE_OPTIMIZER_STATE], Mapping):
         raise CheckpointError(
@@ -182,7 +213,7 @@ def _saved_groups(
             cut = Split(tuple(group["parts"]))
             layout = FlatGroup(tuple(group["starts"]), tuple(group["sizes"]), cut)
             groups.append(SavedGroup(tuple(group["names"]), layout))
-        _expect_parameters([_sizes(group.names, group.layout) for group in groups], names, layouts)
+        _expect_parameters([_size_by_name(group.names, group.layout) for group in groups], names, layouts)
         return groups
     return _stock_groups(content, num_shards, names, layouts, round_robin)
 
@@ -190,21 +221,22 @@ def _saved_groups(
 def _stock_groups(
     content: Content, num_shards: int, names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup], round_robin: bool
 ) -> list[SavedGroup]:
-    """Return the groups of a checkpoint of stock DeepSpeed, whose parts have one size.
+    """Return the parameter groups of a checkpoint of stock DeepSpeed, in which all parts have the same size.
 
-    A shard names the parameters of its own part only. Of all others the total of elements is compared.
+    A shard has the names of only the parameters in its own part. These names are compared with the job's, and so is
+    the number of elements of the whole group.
     """
     state = content[OPTIMIZER_STATE_DICT]
     flat_parts = state[SINGLE_PARTITION_OF_FP32_GROUPS]
     if len(flat_parts) != len(names):
         raise CheckpointError(
             f"the checkpoint has {len(flat_parts)} parameter groups, but the optimizer has {len(names)}. Make the "
-            "groups as they were when it was saved."
+            "optimizer with the groups that it had when the checkpoint was saved."
         )
     config = content.get("ds_config")
     if isinstance(config, Mapping) and ZERO_STAGE in state:
         round_robin = bool(config.get("zero_optimization", {}).get("round_robin_gradients", False))
-    elif ZERO_STAGE not in state:  # BF16_Optimizer knows no other order than the parameters' own
+    elif ZERO_STAGE not in state:  # BF16_Optimizer always keeps the parameters' own order
         round_robin = False
     groups = []
     for number, part in enumerate(flat_parts):
@@ -215,28 +247,31 @@ def _stock_groups(
             part_size += state[GROUP_PADDINGS][number]
         order = round_robin_order(num_parameters, num_shards) if round_robin else list(range(num_parameters))
         paddings = state.get(PARAM_ALIGNMENT_PADDINGS, [[0] * num_parameters] * len(names))[number]
-        starts, end = _starts(order, sizes, paddings)
-        foreign = set(state[PARAM_SLICE_MAPPINGS][number]) - set(names[number])
+        starts, end = _find_starts(order, sizes, paddings)
+        unknown_names = set(state[PARAM_SLICE_MAPPINGS][number]) - set(names[number])
         # DeepSpeed aligns a group to two elements a rank (nccl_start_alignment_factor), so it pads by fewer than that.
-        if foreign or not 0 <= part_size * num_shards - end < 2 * num_shards:
-            known = f" It has {', '.join(sorted(foreign)[:5])}, which the group has not." if foreign else ""
+        num_padding = part_size * num_shards - end
+        if unknown_names or not 0 <= num_padding < 2 * num_shards:
+            unknown_text = ""
+            if unknown_names:
+                unknown_text = f" It has {', '.join(sorted(unknown_names)[:5])}, which the group does not have."
             raise CheckpointError(
                 f"parameter group {number} of the checkpoint has {part_size * num_shards} elements with padding, but "
-                f"that of the optimizer has {end}.{known} The checkpoint is of another model, or its groups were made "
-                "otherwise."
+                f"that of the optimizer has {end}.{unknown_text} The checkpoint is of another model, or of other "
+                "parameter groups. Load it into the model and the groups that it was saved from."
             )
         layout = FlatGroup(tuple(starts), sizes, Split((part_size,) * num_shards))
         groups.append(SavedGroup(tuple(names[number]), layout))
     return groups
 
 
-def _starts(order: Sequence[int], sizes: Sequence[int], paddings: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each parameter of a group begins, and where the last one ends.
+def _find_starts(order: Sequence[int], sizes: Sequence[int], paddings: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each parameter begins in the flat group, and where the last one ends.
 
     Args:
-        order: of the parameters in the flat group.
-        sizes: by parameter.
-        paddings: behind each parameter, in ``order``.
+        order: numbers of the parameters, in their order in the flat group.
+        sizes: elements of each parameter, by number.
+        paddings: elements of padding after each parameter, in ``order``.
     """
     starts, end = [0] * len(order), 0
     for parameter, padding in zip(order, paddings, strict=False):
@@ -245,44 +280,49 @@ def _starts(order: Sequence[int], sizes: Sequence[int], paddings: Sequence[int])
     return starts, end
 
 
-def _sizes(names: Sequence[str], layout: FlatGroup) -> dict[str, int]:
+def _size_by_name(names: Sequence[str], layout: FlatGroup) -> dict[str, int]:
+    """Return the number of elements of each parameter, by name."""
     return dict(zip(names, layout.sizes, strict=True))
 
 
 def _expect_parameters(
     saved: Sequence[Mapping[str, int]], names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup]
 ) -> None:
-    """Refuse a checkpoint of other parameters, or other groups of them. Raises `CheckpointError`.
+    """Check that a checkpoint has the parameters of this job, in the same groups. Raises `CheckpointError`.
 
     Args:
-        saved: sizes of the parameters by name, of every group.
+        saved: sizes of the saved parameters by name, for every group.
+        names: names of the parameters in this job, by group.
+        layouts: layouts of the groups in this job.
     """
-    now = [_sizes(names_of_group, layout) for names_of_group, layout in zip(names, layouts, strict=True)]
-    if list(saved) == now:
+    current = []
+    for names_of_group, layout in zip(names, layouts, strict=True):
+        current.append(_size_by_name(names_of_group, layout))
+    if list(saved) == current:
         return
-    all_saved = dict(chain.from_iterable(group.items() for group in saved))
-    all_now = dict(chain.from_iterable(group.items() for group in now))
+    saved_sizes = dict(chain.from_iterable(group.items() for group in saved))
+    current_sizes = dict(chain.from_iterable(group.items() for group in current))
     names_by_difference = {
-        "it lacks": [name for name in all_now if name not in all_saved],
-        "the model has no": [name for name in all_saved if name not in all_now],
-        "of another size are": [name for name, size in all_now.items() if all_saved.get(name, size) != size],
+        "it lacks": [name for name in current_sizes if name not in saved_sizes],
+        "the model has no": [name for name in saved_sizes if name not in current_sizes],
+        "of another size are": [name for name, size in current_sizes.items() if saved_sizes.get(name, size) != size],
     }
     differences = []
-    for difference, different in names_by_difference.items():
-        if different:
-            and_more = " and more" if len(different) > 5 else ""
-            differences.append(f"{difference} {', '.join(different[:5])}{and_more}")
+    for difference, different_names in names_by_difference.items():
+        if different_names:
+            and_more = " and more" if len(different_names) > 5 else ""
+            differences.append(f"{difference} {', '.join(different_names[:5])}{and_more}")
     if differences:
         raise CheckpointError(f"the checkpoint is of another model: {'; '.join(differences)}.")
     raise CheckpointError(
         f"the checkpoint's {len(saved)} parameter groups hold {[len(group) for group in saved]} parameters, those of "
-        f"the optimizer {[len(group) for group in now]}, or the same ones in another order of groups. Make the groups "
-        "as they were when it was saved."
+        f"the optimizer {[len(group) for group in current]}, or the same parameters in other groups. Make the "
+        "optimizer with the groups that it had when the checkpoint was saved."
     )
 
 
-def _in_order(names: Sequence[str], saved: SavedGroup) -> FlatGroup:
-    """Return the saved layout with its parameters listed in the order that they have now."""
+def _reorder(names: Sequence[str], saved: SavedGroup) -> FlatGroup:
+    """Return the saved layout with its parameters listed in the order of ``names``."""
     index_by_name = {name: index for index, name in enumerate(saved.names)}
     indices = [index_by_name[name] for name in names]
     starts = tuple(saved.layout.starts[index] for index in indices)

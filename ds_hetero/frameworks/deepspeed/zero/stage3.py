@@ -1,18 +1,20 @@
-"""ZeRO-3 with parameters, gradients and optimizer state owned in proportion to weights.
+"""DeepSpeed's optimizer of ZeRO stage 3 with shards in proportion to weights.
 
-DeepSpeed's optimizer works on the local shards of parameters, of any size, once it has them. So the shards are made
-unequal (`recut`) right after DeepSpeed has cut the parameters evenly; with `Nodes` every node holds all parameters.
+DeepSpeed cuts every parameter evenly, and its optimizer works on the local shards, whatever their size. So `recut`
+exchanges the even shards for weighted ones as soon as DeepSpeed has cut the parameters. With ``"zero_within"``, see
+`Nodes`, every node has all parameters, cut between its own ranks; gradients are added up over the nodes once a step.
+
 Example: a parameter of 10 elements on ranks of weights 3, 1, 1 is cut into 6, 2, 2, where DeepSpeed cuts 4, 4, 2 and
 pads the last one.
 
-The methods below replace those that compute the place of a shard from its size and rank, or count on shards of one
-size. Names like ``_DeepSpeedZeroOptimizer_Stage3__x`` are DeepSpeed's private methods.
+`WeightedZeroOptimizer3` replaces the methods that compute where a shard begins from its size and rank, or that need
+shards of equal size. Names like ``_DeepSpeedZeroOptimizer_Stage3__x`` are DeepSpeed's private methods.
 
     at the start     initialize_ds_offload, _create_fp16_sub_groups
-    in a backward    _average_to_owners or _average_everywhere, then partition_grads; with nodes, _set_out
-    in a step        _cross_nodes, then _get_norm_groups and DeepSpeed's own step on the local shards
-    from outside     gradients and states of a parameter, read and set whole
-    in checkpoints   shards of one size again, see `stage3_checkpoint`
+    in a backward    _average_to_owners or _average_everywhere, then partition_grads; with nodes, _start_node_sums
+    in a step        _finish_node_sums, then _get_norm_groups and DeepSpeed's own step on the local shards
+    from the script  the functions that get or set a whole gradient or state of a parameter
+    in checkpoints   _rigid_state_dict, which saves equal shards, see `stage3_checkpoint`
 
 Dimension key: n elements of a parameter, s elements of this rank's shard.
 """
@@ -45,36 +47,40 @@ from ds_hetero.frameworks.deepspeed.zero.weighted_shards import recut, shard_of
 from ds_hetero.sharding.zero_partition import cut_as_deepspeed, is_even
 
 
-def forgetting_a_run(engine: Any) -> Callable[[], None]:
-    """Return a function that lets ZeRO-3 forget a forward and a backward that ran past its engine.
+def make_run_eraser(engine: Any) -> Callable[[], None]:
+    """Return a function that clears ZeRO-3's records of a forward and backward that ran outside the engine.
 
-    ZeRO-3 takes every run for a step of training, in two places; other stages keep nothing of a run:
+    Such a run (a probe of the model, for example) is not a step of training, but ZeRO-3 would treat it as a step in two
+    places. Other ZeRO stages record nothing, and the function does nothing for them.
 
-    * After a backward its engine releases parameters that are still gathered, of modules whose inputs take no
-      gradients (`DeepSpeedZeroOptimizer_Stage3.backward_epilogue`; releases before 0.19 do not).
-    * It expects the modules in the order of the run before, and caches which parameters are released at each place
-      (``__params_to_release``). The cache stays when the order changes: after another run, parameters stay gathered
-      behind a module that the other run called again later.
+    * Parameters of modules whose inputs take no gradients are still gathered after a backward. The engine releases
+      them (``DeepSpeedZeroOptimizer_Stage3.backward_epilogue``, since 0.19), but only after its own backward.
+    * ZeRO-3 expects modules in the order of the run before, and caches which parameters to release after each of them
+      (``__params_to_release``). The cache stays when the order changes. After a run with another order, a parameter
+      would stay gathered after a module that the other run called once more later.
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is None:
         return lambda: None
 
-    def forget() -> None:
+    def erase_run() -> None:
         if hasattr(offload, "release_backward_leftovers"):
             offload.release_backward_leftovers()
         coordinator = offload.get_param_coordinator()
         if not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()
 
-    return forget
+    return erase_run
 
 
 def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
-    """Let ZeRO-3 gather all experts of a layer at once, whichever of them the tokens of a rank choose.
+    """Let ZeRO-3 gather all experts of a layer together, whichever of them a rank's tokens choose.
 
-    Otherwise ZeRO-3 plans later gathers by the experts that were called, and ranks whose tokens choose different
-    experts wait for each other in different collectives. DeepSpeed itself does so for three classes of transformers.
+    Otherwise ZeRO-3 gathers the experts that are called, and ranks whose tokens choose different experts wait for each
+    other in different collectives. DeepSpeed itself does the same for three classes of transformers.
+
+    Args:
+        containers: modules that have the experts of a layer.
     """
     for container in containers:
         set_z3_leaf_module(container, True)
@@ -83,10 +89,10 @@ def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
 def make_stage3_optimizer(
     module: Any, *args: object, weights: Sequence[float], nodes: Nodes | None = None, **kwargs: object
 ) -> Any:
-    """Return DeepSpeed's optimizer of stage 3 for equal weights; ours for others, and for a model that is cut already.
+    """Make the optimizer of stage 3: ours for unequal weights or a model with weighted shards, else DeepSpeed's.
 
-    While an engine is built, this function may stand in the place of DeepSpeed's class: the one module that derives
-    another class from it has been imported before.
+    While an engine is built, this function replaces DeepSpeed's class in its module. That is safe since the one module
+    that derives another class from it is imported before.
     """
     if nodes is None and is_even(weights) and not any(map(is_weighted, module.parameters())):
         return DeepSpeedZeroOptimizer_Stage3(module, *args, **kwargs)
@@ -97,8 +103,8 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     """DeepSpeed's optimizer of stage 3 on weighted shards.
 
     Args:
-        weights: positive, one per rank, as `check_weights` wants them.
-        nodes: each of them owns all parameters; None where all ranks of the job own them together.
+        weights: positive numbers, one per rank; see `check_weights`.
+        nodes: nodes that each own all parameters; None if all ranks of the job own them together.
     """
 
     def __init__(
@@ -111,19 +117,23 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         **kwargs: object,
     ) -> None:
         self.weights, self.nodes = tuple(weights), nodes
-        self._crossing = None if nodes is None else NodeSums(nodes)
-        self._crossed: set[int] = set()  # ids of parameters whose gradients are sums over the nodes, or on their way
+        self._node_sums = None if nodes is None else NodeSums(nodes)
+        # ds_ids of parameters whose gradients are sums over the nodes already, or are being added up.
+        self._summed_ids: set[int] = set()
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_ds_offload(self, **kwargs: object) -> Any:
-        """Cut the parameters evenly as DeepSpeed does, unless ``zero.Init`` has; then exchange shards by weights."""
+        """Let DeepSpeed cut the parameters evenly, unless ``zero.Init`` has done so; then exchange the shards."""
         offload = super().initialize_ds_offload(**kwargs)
-        one_by_one = get_zero_config(kwargs["ds_config"]).allgather_sequential
+        one_by_one = getattr(get_zero_config(kwargs["ds_config"]), "allgather_sequential", False)  # not in 0.18.4
         recut(offload.module.parameters(), self.weights, self.nodes, one_by_one=one_by_one)
         return offload
 
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[Any]]:
-        """Group parameters as if shards had one size: every rank then has as many groups, the same as a checkpoint."""
+        """Split parameters into sub-groups of at most ``sub_group_size`` elements plus one parameter.
+
+        The elements are those of equal shards, so that all ranks, and jobs with other weights, make the same groups.
+        """
         groups: list[list[Any]] = [[]]
         elements = 0
         for param in params_group:
@@ -138,14 +148,14 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return owning_group(param)
 
     def _average_to_owners(self, params: list[ZeroParameter], communication_data_type: torch.dtype) -> list[Tensor]:
-        """Average with ``reduce_scatter``, where every rank receives its own shards only: [n] each -> [s] each."""
+        """Average gradients by a reduce-scatter, if ``reduce_scatter`` is set: [n] each -> this rank's shards, [s]."""
         grads = [param.grad.to(communication_data_type) for param in params]
-        ranks = dist.get_world_size(group=params[0].ds_process_group)
-        shards = reduce_to_owners(grads, [cut_of(param) for param in params], owning_group(params[0]), ranks)
+        num_ranks = dist.get_world_size(group=params[0].ds_process_group)
+        shards = reduce_to_owners(grads, [cut_of(param) for param in params], owning_group(params[0]), num_ranks)
         return [shard.to(self.gradient_accumulation_dtype) for shard in shards]
 
     def _average_everywhere(self, bucket: Tensor, communication_data_type: torch.dtype) -> list[Tensor]:
-        """Average without ``reduce_scatter``, where every rank receives all and keeps its shards: [s] each."""
+        """Average gradients by an all-reduce, if ``reduce_scatter`` is not set; return this rank's shards: [s] each."""
         params = self.ipg_buckets[communication_data_type].params
         average = bucket.to(communication_data_type).div_(dist.get_world_size(group=params[0].ds_process_group))
         dist.all_reduce(average, group=owning_group(params[0]))
@@ -156,68 +166,76 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads = _average_everywhere
 
     def partition_grads(self, params: list[ZeroParameter], shards: list[Tensor]) -> object:
-        """Accumulate the gradients of a micro-batch in the node; after the last one, send them to the other nodes."""
-        self._take_back(params)
+        """Accumulate the gradients of a micro-batch; if it is the last one, start to add them up over the nodes."""
+        self._resume_accumulation(params)
         buffers = super().partition_grads(params, shards)
         if is_at_boundary(self):
-            self._set_out(params)
+            self._start_node_sums(params)
         return buffers
 
-    def _take_back(self, params: Iterable[ZeroParameter]) -> None:
-        """Let gradients that are sums over the nodes take another gradient of this node.
+    def _resume_accumulation(self, params: Iterable[ZeroParameter]) -> None:
+        """Prepare gradients that are already sums over the nodes for the gradients of a further backward.
 
-        The first node keeps the sums, the others begin at zero, so that the next crossing counts every gradient once.
+        A script may run several backwards of the last micro-batch. The first node keeps its sums and the other nodes
+        begin at zero, so that the next sum over the nodes counts every gradient once.
         """
-        again = [param for param in params if param.ds_id in self._crossed]
-        if self.nodes is None or self._crossing is None or not again:
+        summed = [param for param in params if param.ds_id in self._summed_ids]
+        if self.nodes is None or self._node_sums is None or not summed:
             return
-        self._crossing.finish()
-        for param in again:
-            self._crossed.remove(param.ds_id)
+        self._node_sums.finish()
+        for param in summed:
+            self._summed_ids.remove(param.ds_id)
             if self.nodes.node > 0:
-                self._gradient_of(param).zero_()
+                self._gradient_shard(param).zero_()
 
-    def _set_out(self, params: Sequence[ZeroParameter]) -> None:
-        """Begin to add these gradients up over the nodes."""
-        if self._crossing is None or not params:
+    def _start_node_sums(self, params: Sequence[ZeroParameter]) -> None:
+        """Start to add this rank's gradient shards of ``params`` up over the nodes."""
+        if self._node_sums is None or not params:
             return
-        shards = [self._gradient_of(param) for param in params]
-        self._crossing.start(shards, [param.ds_numel for param in params])
-        self._crossed.update(param.ds_id for param in params)
+        shards = [self._gradient_shard(param) for param in params]
+        self._node_sums.start(shards, [param.ds_numel for param in params])
+        self._summed_ids.update(param.ds_id for param in params)
 
-    def _gradient_of(self, param: ZeroParameter) -> Tensor:
+    def _gradient_shard(self, param: ZeroParameter) -> Tensor:
         """Return this rank's shard of the accumulated gradient of a parameter."""
         gradient: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id]
         return gradient
 
-    def _cross_nodes(self) -> None:
-        """Add the gradients of all parameters up over nodes, before the norm, the step or a caller reads them."""
-        if self._crossing is None:
+    def _finish_node_sums(self) -> None:
+        """Add the gradients of all parameters up over the nodes, and wait for the sums.
+
+        This is called before a norm, a step or the script reads the gradients.
+        """
+        if self._node_sums is None:
             return
         params = [param for group in self.fp16_groups for param in group if param.requires_grad]
         # On the stream that wrote the gradients: a collective waits for the stream that it is called on.
         with get_accelerator().stream(self.reduce_and_partition_stream):
-            self._set_out([param for param in params if param.ds_id not in self._crossed])
-            self._crossing.finish()
+            self._start_node_sums([param for param in params if param.ds_id not in self._summed_ids])
+            self._node_sums.finish()
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
     def _get_fp32_grad_state_partition(self, *args: object, **kwargs: object) -> object:
-        self._cross_nodes()
+        self._finish_node_sums()
         return super()._get_fp32_grad_state_partition(*args, **kwargs)
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Take DeepSpeed's step on gradients that are added up over the nodes."""
-        self._cross_nodes()
+        self._finish_node_sums()
         super().step(*args, **kwargs)
         if self.nodes is not None:
-            # DeepSpeed overwrites gradients in the next backward; of a parameter that gets none there, the sum of this
-            # step would cross again.
+            # DeepSpeed overwrites gradients in the next backward. If a parameter has no gradient there, its sum of this
+            # step would stay, and would be added up over the nodes once more.
             self.grad_partitions_flat_buffer.zero_()
-            self._crossed.clear()
+            self._summed_ids.clear()
 
     def _get_norm_groups(self) -> list[Tensor]:
-        """Return the norms of sub-groups, the first node's on all: each node adds its parts up in another order."""
+        """Return the gradient norm of each sub-group.
+
+        With nodes, all ranks get the norms of rank 0: each node adds squares up in another order, so that the last bits
+        of its norms, and then the clipping, would differ.
+        """
         norms: list[Tensor] = super()._get_norm_groups()
         if self.nodes is None:
             return norms
@@ -231,24 +249,24 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return flat[: param.ds_numel].view(param.ds_shape)
 
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """Set a master weight of a parameter, or an optimizer state by its key, from the whole tensor: [n]."""
+        """Set a parameter's fp32 master weight, or its optimizer state ``optim_state_key``, from a full tensor [n]."""
         self.set_local_hp_param(shard_of(param, value), param, optim_state_key)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
-        """Set the gradient of a parameter from the whole tensor: [n]."""
+        """Set the gradient of a parameter from the full gradient [n]; this rank keeps its shard."""
         self.set_local_grad_for_param(shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[Tensor, Any], Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
-        """Replace every gradient by ``update_func(gradient, parameter)``, which is given whole gradients: [n]."""
+        """Replace each parameter's gradient by ``update_func(gradient, parameter)``; gradients are full tensors [n]."""
         for param in param_list:
             if param.requires_grad:
                 gradient = update_func(self.get_fp32_grad_for_param(param), param)
                 self.set_fp32_grad_for_param(gradient, param)
 
     def _rigid_state_dict(self) -> State:
-        """Return the state that this rank saves, in shards of one size.
+        """Return the state that this rank saves, in shards of equal size.
 
         Caller: every rank of the job.
         Collectives: see `equal_shards`, once for each tensor.
@@ -266,7 +284,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         for number, group in zip(numbers, self.fp16_groups, strict=True):
             state = dict(optimizer_dict["state"].get(number, {}))
             for name, value in state.items():
-                if torch.is_tensor(value) and value.dim():  # a count of steps has no dimension, and no shards
+                if torch.is_tensor(value) and value.dim():  # a count of steps has no dimensions, and is not cut
                     state[name] = equal_shards(value, group, name)
             if state:
                 state_by_number[number] = state
@@ -274,12 +292,12 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return state_dict
 
     def load_hp_checkpoint_state(self, folder: str, key: str, param: Any = None) -> Tensor:
-        """Read this rank's shard of one state of a parameter from a universal checkpoint.
+        """Return this rank's shard of one state of a parameter, [s], from a universal checkpoint.
 
         Args:
-            folder: of the parameter; it has the parameter's name.
-            key: name of the state.
-            param: the parameter; DeepSpeed 0.18 does not give it.
+            folder: the parameter's folder in the checkpoint, which has the parameter's name.
+            key: name of the state, such as ``exp_avg``.
+            param: the parameter; DeepSpeed 0.18 does not pass it.
         """
         if param is None:  # DeepSpeed 0.18
             param = next(param for param, name in self.param_names.items() if name == os.path.basename(folder))
@@ -288,10 +306,10 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return shard_of(param, state)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
-        """Load a universal checkpoint, and mend two things that DeepSpeed's own method does.
+        """Load a universal checkpoint, and repair two faults of DeepSpeed's method.
 
-        It lets all sub-groups count steps in one tensor, so that each of them adds to the count of all; and it gives
-        all parameter groups the options of the first.
+        DeepSpeed's method lets all sub-groups count steps in one tensor, so that each of them adds to the count of all.
+        And it gives all parameter groups the options (such as the learning rate) of the first group.
         """
         super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
         for flat in self.fp32_partitioned_groups_flat:

@@ -1,9 +1,12 @@
-"""Checkpoints of ZeRO-3 that outlive the cut: any number of ranks may load them, with any weights or none.
+"""Save checkpoints of ZeRO-3 as stock DeepSpeed does, and load them on any number of ranks, with any weights.
 
-On disk they are always DeepSpeed's own, of as many ranks as saved them, with shards of one size. So DeepSpeed itself
-resumes from them on that many ranks, and its ``zero_to_fp32.py`` and ``ds_to_universal`` convert them. Weighted shards
-are exchanged for equal ones while saving, `equal_shards`; a rank that loads takes
-the ranges that it owns from the files that have them, whatever the weights and the number of ranks are now.
+On disk every checkpoint has DeepSpeed's format: one file per rank that saved it, with shards of equal size. So stock
+DeepSpeed resumes from it on that many ranks, and its ``zero_to_fp32.py`` and ``ds_to_universal`` convert it. While
+saving, weighted shards are exchanged for equal ones, see `equal_shards`. While loading, each rank reads the elements
+that it owns now from the files that have them.
+
+Example: a parameter of 10 elements, saved by 2 ranks as 5 and 5, loaded by ranks that own 8 and 2: rank 0 reads both
+files, rank 1 the second one.
 """
 
 from __future__ import annotations
@@ -12,9 +15,8 @@ import copy
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -39,25 +41,33 @@ from ds_hetero.sharding.zero_partition import Move, cut_as_deepspeed
 
 
 class Stage3Checkpoints:
-    """Saves shards of one size and loads checkpoints of any number of ranks, for one engine of stage 3.
+    """Saves shards of equal size, and loads checkpoints of any number of ranks, for one engine of stage 3.
 
-    Each method runs around the method of the engine that its first line names, and is given that as ``method``. Files
-    and their names are DeepSpeed's; universal checkpoints stay DeepSpeed's to load.
+    Each public method replaces a method of the engine, which it gets as ``method`` and may call. Universal checkpoints
+    are loaded by DeepSpeed alone.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._saved: Saved | None = None  # the checkpoint that is being loaded
+        self._saved: SavedCheckpoint | None = None  # the checkpoint that is being loaded
 
     def equal_shard(self, method: Function, param: ZeroParameter) -> Tensor:
-        """Replace ``_get_param_fragment_func``: return a rank's shard of a frozen parameter, of one size on all."""
+        """Replace ``_get_param_fragment_func``: return the shard of a frozen parameter that this rank saves.
+
+        The result has the same size on every rank; the last shards are padded with zeros.
+        """
         if not is_weighted(param):
             fragment: Tensor = method(param)
             return fragment
         return equal_shards(param.ds_tensor.detach(), [param])
 
     def examine(self, method: Function, load_dir: str, tag: str, **kwargs: object) -> object:
-        """Look over a checkpoint before anything is taken from it. Raises `CheckpointError` on every rank."""
+        """Replace ``_load_checkpoint``: examine all files of a checkpoint, then load it.
+
+        Raises:
+            CheckpointError: on every rank, before anything is loaded: files are missing or damaged, or the checkpoint
+                has other parameters than the model.
+        """
         if self._engine.load_universal_checkpoint():
             return method(load_dir, tag, **kwargs)
         self._saved = examine_files(self._engine, load_dir, str(tag))
@@ -70,93 +80,106 @@ class Stage3Checkpoints:
         return loaded
 
     def list_model_files(self, method: Function, load_dir: str, tag: str) -> list[str]:
-        """Replace ``_get_all_ckpt_names``: a rank that the saving job did not have reads the first file."""
+        """Replace ``_get_all_ckpt_names``: a rank for which no file was saved reads the file of rank 0."""
         names: list[str] = method(load_dir, tag)
         return names or [self._engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")]
 
     def load_frozen_parameters(self, method: Function, checkpoint: State, **kwargs: object) -> object:
-        """Replace ``load_module_state_dict``: this rank's file need not have the frozen shards that it owns now."""
+        """Replace ``load_module_state_dict``: call it with the shards of frozen parameters that this rank owns now."""
         if self._saved is not None and checkpoint.get(FROZEN_PARAM_FRAGMENTS):
             names = set(checkpoint[FROZEN_PARAM_FRAGMENTS])
-            shards = own_frozen_shards(self._saved, self._engine, names)
+            shards = read_frozen_shards(self._saved, self._engine, names)
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: shards}
         return method(checkpoint=checkpoint, **kwargs)
 
     def load_state(self, method: Function, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
-        """Replace ``_load_zero_checkpoint``: load master weights and optimizer state saved under any weights."""
+        """Replace ``_load_zero_checkpoint``: load this rank's master weights and optimizer state from all files."""
         if self._saved is None or not load_optimizer_states:
             return bool(method(load_dir, tag, load_optimizer_states=load_optimizer_states))
         optimizer, saved = self._engine.optimizer, self._saved
         self._saved = None
         rank = dist.get_rank(group=optimizer.dp_process_group)
-        optimizer.load_state_dict({rank: own_state(saved, optimizer)})
+        optimizer.load_state_dict({rank: read_state(saved, optimizer)})
         return True
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a parameter's shard in every file of a checkpoint: from ``offset`` on in its ``sub_group``."""
+    """Place of a parameter's shard in each file of a checkpoint; it is the same in all files."""
 
-    sub_group: int
-    offset: int
+    sub_group: int  # number of the flat tensor that has the shard
+    offset: int  # where the shard begins in that tensor
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The files of a checkpoint, by the rank that saved them, and what they hold."""
+class SavedCheckpoint:
+    """Files of a checkpoint on disk, in the order of the ranks that saved them, and the parameters in the files."""
 
-    model_files: tuple[str, ...]  # names of the files with buffers, frozen parameters and the state of training
-    optimizer_files: tuple[str, ...]  # names of the files with master weights and optimizer state
-    places: Mapping[str, _Place]
-    shapes: Mapping[str, tuple[int, ...]]  # of trained and of frozen parameters
+    model_files: tuple[str, ...]  # paths of files with buffers, frozen parameters and the state of training
+    optimizer_files: tuple[str, ...]  # paths of files with master weights and optimizer state
+    places: Mapping[str, _Place]  # by name of a trained parameter
+    shapes: Mapping[str, tuple[int, ...]]  # by name of a trained or frozen parameter
 
     def moves(self, param: ZeroParameter) -> tuple[Move, ...]:
-        """Return the pieces of saved shards, by file, of which this rank puts its shard of a parameter together."""
-        saved = cut_as_deepspeed(param.ds_numel, len(self.model_files))
-        return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=owning_group(param)))
+        """Return the copies that fill this rank's shard of a parameter; ``source`` is the number of the file."""
+        saved_cut = cut_as_deepspeed(param.ds_numel, len(self.model_files))
+        return parameter_moves(param.ds_numel, saved_cut, cut_of(param), dist.get_rank(group=owning_group(param)))
 
 
-def examine_files(engine: Engine, load_dir: str, tag: str) -> Saved:
-    """Examine a checkpoint's files, a share on each rank. Raises `CheckpointError` on every rank."""
+def examine_files(engine: Engine, load_dir: str, tag: str) -> SavedCheckpoint:
+    """Read all files of a checkpoint, each on one rank, and return their paths and parameters.
+
+    Caller: every rank of the job.
+    Collectives: one `on_all_ranks`.
+
+    Raises:
+        CheckpointError: on every rank: files are missing or damaged.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    first = engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")
-    faults_of_first = _faults_of([first])
-    head = {} if faults_of_first else read_part(first)
-    count = head.get("dp_world_size", 0)
-    model_files = tuple(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(i)) for i in range(count))
-    optimizer_files = tuple(_optimizer_file(engine, load_dir, tag, i) for i in range(count))
-    own_share = (model_files + optimizer_files)[rank::num_ranks]
-    faults = set[str]().union(*on_all_ranks(lambda: faults_of_first | _faults_of(own_share)))
+    first_file = engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")
+    first_faults = _list_faults([first_file])
+    content = {} if first_faults else read_part(first_file)
+    num_saved = content.get("dp_world_size", 0)  # ranks that saved the checkpoint
+    model_files = tuple(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(i)) for i in range(num_saved))
+    optimizer_files = tuple(_optimizer_file(engine, load_dir, tag, i) for i in range(num_saved))
+    files_of_this_rank = (model_files + optimizer_files)[rank::num_ranks]
+    faults = set[str]().union(*on_all_ranks(lambda: first_faults | _list_faults(files_of_this_rank)))
     if faults:
         raise CheckpointError(
             f"the checkpoint {os.path.join(load_dir, tag)} is incomplete: {'; '.join(sorted(faults))}. "
             "Load an earlier one."
         )
     places, shapes = {}, {}
-    for sub_group, of_group in enumerate(head[PARAM_SHAPES]):
-        shards = [cut_as_deepspeed(prod(shape), count).sizes[0] for shape in of_group.values()]
-        for (name, shape), offset in zip(of_group.items(), accumulate(shards, initial=0), strict=False):
+    for sub_group, shapes_of_group in enumerate(content[PARAM_SHAPES]):
+        offset = 0
+        for name, shape in shapes_of_group.items():
             places[name] = _Place(sub_group, offset)
             shapes[name] = tuple(shape)
-    shapes |= {name: tuple(shape) for name, shape in (head.get(FROZEN_PARAM_SHAPES) or {}).items()}
-    return Saved(model_files, optimizer_files, places, shapes)
+            offset += cut_as_deepspeed(prod(shape), num_saved).sizes[0]
+    frozen_shapes = content.get(FROZEN_PARAM_SHAPES) or {}
+    shapes |= {name: tuple(shape) for name, shape in frozen_shapes.items()}
+    return SavedCheckpoint(model_files, optimizer_files, places, shapes)
 
 
 def _optimizer_file(engine: Engine, load_dir: str, tag: str, rank: int) -> str:
-    """Return a rank's file of optimizer state; the name's prefix depends on the type that was trained in."""
-    names = [
-        str(engine._get_rank_zero_ckpt_name(load_dir, tag, 0, rank, bf16_mode=bf16))
-        for bf16 in (engine.bfloat16_enabled(), not engine.bfloat16_enabled())
-    ]
+    """Return the path of a rank's optimizer state, whose name has a prefix if the saving job trained in bf16.
+
+    If no such file exists, the path has the prefix that this job would use.
+    """
+    trains_in_bf16 = engine.bfloat16_enabled()
+    names = []
+    for bf16_mode in (trains_in_bf16, not trains_in_bf16):
+        names.append(str(engine._get_rank_zero_ckpt_name(load_dir, tag, 0, rank, bf16_mode=bf16_mode)))
     return next((name for name in names if os.path.exists(name)), names[0])
 
 
-def _faults_of(files: Iterable[str]) -> set[str]:
-    """Say which files are missing or damaged."""
-    return {fault for file in files if (fault := _fault_of(file))}
+def _list_faults(files: Iterable[str]) -> set[str]:
+    """Return a message for each file that is missing or damaged."""
+    return {fault for file in files if (fault := _find_fault(file))}
 
 
-def _fault_of(file: str) -> str:
+def _find_fault(file: str) -> str:
+    """Return a message that says why a file cannot be read; empty if it can be read."""
     try:
         read_part(file)
     except CheckpointError as error:
@@ -164,54 +187,68 @@ def _fault_of(file: str) -> str:
     return ""
 
 
-def expect_same_parameters(saved: Saved, engine: Engine) -> None:
-    """Refuse a checkpoint of other parameters than the engine trains. Raises `CheckpointError` on every rank."""
-    wanted = {name: tuple(shape) for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+def expect_same_parameters(saved: SavedCheckpoint, engine: Engine) -> None:
+    """Check that a checkpoint has the parameters that the engine trains. Raises `CheckpointError`, on every rank."""
+    shapes = {name: tuple(shape) for group in engine._get_zero_param_shapes() for name, shape in group.items()}
     faults = {
-        "missing": sorted(wanted.keys() - saved.places.keys()),
-        "not in this model": sorted(saved.places.keys() - wanted.keys()),
+        "missing": sorted(shapes.keys() - saved.places.keys()),
+        "not in this model": sorted(saved.places.keys() - shapes.keys()),
         "of another shape": [
             f"{name} {saved.shapes[name]} instead of {shape}"
-            for name, shape in wanted.items()
+            for name, shape in shapes.items()
             if saved.shapes.get(name, shape) != shape
         ],
     }
     if any(faults.values()):
-        listed = "; ".join(f"{what}: {', '.join(names[:5])}" for what, names in faults.items() if names)
+        listed = "; ".join(f"{fault}: {', '.join(names[:5])}" for fault, names in faults.items() if names)
         raise CheckpointError(
-            f"the checkpoint is of another model, or of one with other trained parameters. {listed}. "
+            f"the checkpoint was saved from another model, or from one with other trained parameters. {listed}. "
             "Load it into the model that it was saved from."
         )
 
 
-def own_state(saved: Saved, optimizer: Any) -> State:
-    """Return the state dict that this rank would have saved with the shards that it has now."""
+class _StateCopy(NamedTuple):
+    """Which elements of a parameter are copied from a file, and to where in this rank's flat tensors."""
+
+    sub_group: int  # number of this rank's flat tensor
+    offset: int  # where this rank's shard of the parameter begins in that tensor
+    place: _Place  # of the parameter's shard in the file
+    move: Move  # from the saved shard to this rank's
+
+
+def read_state(saved: SavedCheckpoint, optimizer: Any) -> State:
+    """Return the state dict that this rank would have saved with the shards that it owns now.
+
+    Raises:
+        CheckpointError: the checkpoint has another number of parameter groups, or state that cannot be repartitioned.
+    """
     weights = [torch.zeros(flat.shape, dtype=flat.dtype) for flat in optimizer.fp32_partitioned_groups_flat]
     states: list[State] = [{} for _ in weights]
-    by_source: dict[int, list[tuple[int, int, _Place, Move]]] = {}
-    for i, group in enumerate(optimizer.fp16_groups):
+    copies_by_file: dict[int, list[_StateCopy]] = {}
+    for sub_group, params in enumerate(optimizer.fp16_groups):
         offset = 0
-        for param in group:
+        for param in params:
             place = saved.places[optimizer.param_names[param]]
             for move in saved.moves(param):
-                by_source.setdefault(move.source, []).append((i, offset, place, move))
+                copies_by_file.setdefault(move.source, []).append(_StateCopy(sub_group, offset, place, move))
             offset += param.ds_tensor.ds_numel
 
     file: State = {}
-    for source, moves in sorted(by_source.items()):
+    for source, copies in sorted(copies_by_file.items()):
         file = read_part(saved.optimizer_files[source])[OPTIMIZER_STATE_DICT]
-        for i, offset, place, move in moves:
-            _copy(file, place, move, offset, weights[i], states[i])
+        for state_copy in copies:
+            _copy_elements(file, state_copy, weights[state_copy.sub_group], states[state_copy.sub_group])
     inner = _inner_state_dict(optimizer)
-    of_groups = file[OPTIMIZER_STATE_DICT]["param_groups"]
-    if len(of_groups) != len(inner["param_groups"]):
+    saved_groups = file[OPTIMIZER_STATE_DICT]["param_groups"]
+    if len(saved_groups) != len(inner["param_groups"]):
         raise CheckpointError(
-            f"the checkpoint has {len(of_groups)} groups of parameters, this optimizer has "
-            f"{len(inner['param_groups'])}. Make the optimizer as it was when the checkpoint was saved."
+            f"the checkpoint has {len(saved_groups)} parameter groups, but this optimizer has "
+            f"{len(inner['param_groups'])}. Make the optimizer with the groups that it had when the checkpoint was "
+            "saved."
         )
-    param_groups = [
-        {**theirs, "params": ours["params"]} for theirs, ours in zip(of_groups, inner["param_groups"], strict=True)
-    ]
+    param_groups = []
+    for saved_group, group in zip(saved_groups, inner["param_groups"], strict=True):
+        param_groups.append({**saved_group, "params": group["params"]})
     order = [index for group in param_groups for index in group["params"]]
     return {
         **file,
@@ -223,22 +260,28 @@ def own_state(saved: Saved, optimizer: Any) -> State:
     }
 
 
-def _copy(file: Content, place: _Place, move: Move, offset: int, weights: Tensor, state: State) -> None:
-    """Copy some of one parameter, from one file, into this rank's weights and optimizer state."""
+def _copy_elements(file: Content, state_copy: _StateCopy, weights: Tensor, state: State) -> None:
+    """Copy elements of one parameter from a file into this rank's master weights and optimizer state."""
+    place, move = state_copy.place, state_copy.move
     flat = file[FP32_FLAT_GROUPS][place.sub_group]
-    source = slice(place.offset + move.in_source, place.offset + move.in_source + move.count)
-    target = slice(offset + move.in_target, offset + move.in_target + move.count)
+    source_start = place.offset + move.in_source
+    target_start = state_copy.offset + move.in_target
+    source = slice(source_start, source_start + move.count)
+    target = slice(target_start, target_start + move.count)
     weights[target] = flat.detach()[source]
-    of_optimizer = file[OPTIMIZER_STATE_DICT]
-    order = [index for group in of_optimizer["param_groups"] for index in group["params"]]
-    for name, value in of_optimizer["state"].get(order[place.sub_group], {}).items():
+    inner = file[OPTIMIZER_STATE_DICT]
+    # The inner optimizer numbers the flat tensors, of which each has one sub-group, through all parameter groups.
+    order = [index for group in inner["param_groups"] for index in group["params"]]
+    for name, value in inner["state"].get(order[place.sub_group], {}).items():
         if not torch.is_tensor(value) or not value.dim():
-            state.setdefault(name, copy.deepcopy(value))  # optimizers count steps in place, sub-group by sub-group
+            # A copy for each sub-group: optimizers count steps in place.
+            state.setdefault(name, copy.deepcopy(value))
             continue
         if value.numel() != flat.numel():
             raise CheckpointError(
-                f'the optimizer\'s "{name}" has {value.numel()} values for {flat.numel()} elements of parameters, so '
-                "it can be loaded by DeepSpeed alone, on ranks as they were."
+                f'optimizer state "{name}" has {value.numel()} values for {flat.numel()} elements of parameters, so '
+                "ds_hetero cannot repartition it. Load this checkpoint with stock DeepSpeed, on as many ranks as saved "
+                "it."
             )
         if name not in state:
             state[name] = torch.zeros(weights.shape, dtype=value.dtype)
@@ -246,35 +289,41 @@ def _copy(file: Content, place: _Place, move: Move, offset: int, weights: Tensor
 
 
 def _inner_state_dict(optimizer: Any) -> State:
-    """Return the state dict of the user's optimizer, which holds parameters only while it is read."""
+    """Return the state dict of the user's optimizer.
+
+    DeepSpeed sets that optimizer's parameter groups only during a step, so they are set here and cleared again.
+    """
     optimizer._set_fp32_optimizer_param_groups()
     state_dict: State = optimizer.optimizer.state_dict()
     optimizer._clear_fp32_optimizer_param_groups()
     return state_dict
 
 
-def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str, Tensor]:
-    """Return this rank's frozen shards, by name. Raises `CheckpointError`: some are missing, or have other shapes.
+def read_frozen_shards(saved: SavedCheckpoint, engine: Engine, names: set[str]) -> dict[str, Tensor]:
+    """Return this rank's shards of frozen parameters, by name.
 
     Args:
-        names: of what the checkpoint holds as frozen, which includes parameters without elements.
+        names: names of the parameters that the checkpoint has as frozen, which includes parameters without elements.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a frozen parameter of the model, or has it with another shape.
     """
-    named: State = {engine.param_names[param]: param for param in engine.module.parameters()}
-    frozen = {name: param for name, param in named.items() if name in names or not param.requires_grad}
+    param_by_name: State = {engine.param_names[param]: param for param in engine.module.parameters()}
+    frozen = {name: param for name, param in param_by_name.items() if name in names or not param.requires_grad}
     for name, param in frozen.items():
         if saved.shapes.get(name) != tuple(param.ds_shape):
             raise CheckpointError(
-                f"the checkpoint has the frozen parameter {name} with shape {saved.shapes.get(name)}, this model with "
-                f"{tuple(param.ds_shape)}. Load it into the model that it was saved from."
+                f"the frozen parameter {name} has shape {saved.shapes.get(name)} in the checkpoint (None: it is not "
+                f"there), but {tuple(param.ds_shape)} in this model. Load it into the model that it was saved from."
             )
     shards = {name: torch.zeros(p.ds_tensor.shape, dtype=p.ds_tensor.dtype) for name, p in frozen.items()}
-    by_source: dict[int, list[tuple[str, Move]]] = {}
+    moves_by_file: dict[int, list[tuple[str, Move]]] = {}
     for name, param in frozen.items():
         for move in saved.moves(param):
-            by_source.setdefault(move.source, []).append((name, move))
-    for source, moves in sorted(by_source.items()):
+            moves_by_file.setdefault(move.source, []).append((name, move))
+    for source, moves in sorted(moves_by_file.items()):
         fragments = read_part(saved.model_files[source])[FROZEN_PARAM_FRAGMENTS]
         for name, move in moves:
-            part = fragments[name][move.in_source : move.in_source + move.count]
-            shards[name][move.in_target : move.in_target + move.count] = part
+            elements = fragments[name][move.in_source : move.in_source + move.count]
+            shards[name][move.in_target : move.in_target + move.count] = elements
     return shards

@@ -1,4 +1,4 @@
-"""Gathering of parameters in shards of unequal size, and adding up of their gradients.
+"""Gather parameters from unequal shards, and reduce gradients to the owners of unequal shards.
 
 Dimension key: n elements of a parameter, s elements of this rank's shard.
 """
@@ -26,17 +26,22 @@ from ds_hetero.values.splits import Split
 
 
 class Gathering:
-    """A gathering, under way, of several tensors of one type of which every rank holds a shard.
+    """Starts to gather several tensors of the same dtype from the ranks' shards; `wait` returns the tensors.
 
         shards   [s] each
-        result   of ``wait()``: [n] each, still with the padding that its cut has
+        result   of ``wait()``: [n] each, and the padding of the cut, if it has any
 
     Example: tensors a and b, of which rank 0 holds a0 and b0, rank 1 holds a1 and b1. Each rank sends its shards in one
     message, and the buffer is a0 b0 a1 b1; `wait` puts a0 a1 and b0 b1 together.
 
-    Collectives: one all_gather_into_tensor where all ranks hold as much. Where they do not, one all_gather of a list
-        on NCCL, which runs it as a batch of broadcasts, and one broadcast per rank on gloo, all under way at once.
-        None on one rank.
+    Args:
+        shards: this rank's shard of each tensor.
+        cuts: how each tensor is cut between the ranks of ``group``.
+
+    Caller: every rank of ``group``.
+    Collectives: one all_gather_into_tensor if all ranks hold equally many elements. Otherwise one all_gather of a list
+        on NCCL, which runs it as a batch of broadcasts, or one broadcast per rank on gloo, all under way at once. None
+        in a group of one rank.
     """
 
     def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> None:
@@ -44,10 +49,10 @@ class Gathering:
         rank = dist.get_rank(group=group)
         num_ranks = len(cuts[0].sizes)
         device = get_accelerator().current_device_name()
-        self._alone: list[Tensor] = []  # the result where one rank holds everything
+        self._single_rank_result: list[Tensor] = []  # the result in a group of one rank
         if num_ranks == 1:
             # Copies: a gathered parameter is released by freeing it, and the shard has to stay.
-            self._alone = [shard.detach().to(device, copy=True) for shard in shards]
+            self._single_rank_result = [shard.detach().to(device, copy=True) for shard in shards]
             return
         sizes = [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]
         self._flat = torch.empty(sum(sizes), dtype=shards[0].dtype, device=device)
@@ -65,13 +70,14 @@ class Gathering:
         self._works = works
 
     def wait(self) -> list[Tensor]:
-        """Wait, and return the tensors, whole and flat; a single tensor is the buffer itself."""
-        if self._alone:
-            return self._alone
+        """Wait for the tensors and return them, flat; a single tensor is the buffer itself, without a copy."""
+        if self._single_rank_result:
+            return self._single_rank_result
         for work in self._works:
             work.wait()
         if not get_accelerator().is_synchronized_device():
-            # Made on another stream than it is read on: the allocator must not reuse it before this stream is done.
+            # The buffer was allocated on another stream. Tell the allocator that this stream reads it, so that the
+            # memory is not reused before.
             self._flat.record_stream(get_accelerator().current_stream())
         if len(self._cuts) == 1:
             return [self._flat]
@@ -82,13 +88,13 @@ class Gathering:
 
 
 class _ParameterGathering:
-    """Parameters under way, as DeepSpeed's coordinator handles them: ``wait`` is called for each of them."""
+    """The handle of parameters that are being gathered; DeepSpeed's coordinator calls ``wait`` for each of them."""
 
     def __init__(self, batches: list[tuple[list[Any], Gathering]]) -> None:
         self._batches = batches
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Give every parameter its gathered data; the first call waits for all, later ones do nothing."""
+        """Wait for all parameters and give them their gathered data; calls after the first one do nothing."""
         for params, batch_gathering in self._batches:
             for param, flat in zip(params, batch_gathering.wait(), strict=True):
                 param.data = flat[: param.ds_numel].view(param.ds_shape).to(param.ds_tensor.dtype)
@@ -99,16 +105,15 @@ class _ParameterGathering:
 def gather_weighted(
     params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False, *, one_by_one: bool
 ) -> _ParameterGathering:
-    """Start gathering weighted parameters that are not available; see `Gathering`.
-
-    Replaces ``all_gather_coalesced`` of a parameter.
+    """Replace ``all_gather_coalesced`` of a parameter: start to gather weighted parameters; see `Gathering`.
 
     Args:
-        safe_mode: compare the ranks' parameters first.
-        quantize: DeepSpeed's argument; weighted parameters are not gathered quantized.
-        one_by_one: gather each parameter by itself.
+        params: parameters that are not gathered yet.
+        safe_mode: whether to compare the ranks' parameters first.
+        quantize: ignored argument of DeepSpeed; quantized weights are refused elsewhere.
+        one_by_one: whether to gather each parameter by itself.
     """
-    # Sorted: ranks may list their parameters in any order, and have to gather them in the same one.
+    # Sorted: ranks may list the parameters in different orders, but have to gather them in the same one.
     params = sorted(params, key=lambda param: param.ds_id)
     for param in params:
         if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
@@ -116,13 +121,14 @@ def gather_weighted(
         param.ds_status = ZeroParamStatus.INFLIGHT
     if safe_mode:
         assert_ints_same_as_other_ranks([param.ds_id for param in params])
-    by_message: dict[tuple[int, torch.dtype], list[Any]] = {}  # parameters of one group of ranks and one type
+    # One gathering for the parameters of one dtype and one group of ranks, or for each parameter.
+    batch_by_key: dict[tuple[int, torch.dtype], list[Any]] = {}
     for param in params:
         dtype = get_allgather_dtype(param, param.ds_tensor)
-        together = param.ds_id if one_by_one else id(owning_group(param))
-        by_message.setdefault((together, dtype), []).append(param)
+        batch_id = param.ds_id if one_by_one else id(owning_group(param))
+        batch_by_key.setdefault((batch_id, dtype), []).append(param)
     batches = []
-    for (_, dtype), batch in by_message.items():
+    for (_, dtype), batch in batch_by_key.items():
         shards = [param.ds_tensor.to(dtype) for param in batch]
         cuts = [cut_of(param) for param in batch]
         batches.append((batch, Gathering(shards, cuts, owning_group(batch[0]))))
@@ -130,14 +136,19 @@ def gather_weighted(
 
 
 def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup, divisor: int) -> list[Tensor]:
-    """Add up whole gradients over the ranks and divide the sums; return this rank's shards of them.
+    """Add gradients up over the ranks, divide the sums, and return this rank's shards of them.
 
         grads    [n] each
         result   [s] each
 
-    Collectives: one reduce_scatter_tensor where all ranks own as much; else one reduce_scatter of a list, which NCCL
-        and gloo run as one reduce per rank, all at once. A rank receives its shards of all gradients in one message.
-        None on one rank.
+    Args:
+        grads: this rank's gradients.
+        cuts: how each gradient is cut between the ranks of ``group``.
+        divisor: the number by which the sums are divided.
+
+    Caller: every rank of ``group``.
+    Collectives: one reduce_scatter_tensor if all ranks own equally many elements. Otherwise one reduce_scatter of a
+        list, which NCCL and gloo run as one reduce per rank, all at once. None in a group of one rank.
     """
     rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
     if num_ranks == 1:
@@ -147,9 +158,9 @@ def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Proc
         padded = _padded(grad.reshape(-1), cut.total)
         shards_of_gradients.append(torch.split(padded, list(cut.sizes)))
     # By owner, then by gradient: the message to each rank is one run of the buffer.
-    in_order = [shards[owner] for owner in range(num_ranks) for shards in shards_of_gradients]
-    # Divided before the sum, which in 16 bits could overflow.
-    flat = torch.cat(in_order).div_(divisor)
+    shards_by_owner = [shards[owner] for owner in range(num_ranks) for shards in shards_of_gradients]
+    # Divided before they are added up: the sum could overflow in 16 bits.
+    flat = torch.cat(shards_by_owner).div_(divisor)
     sizes = [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]
     by_rank = list(torch.split(flat, sizes))
     received = torch.empty_like(by_rank[rank])

@@ -1,8 +1,9 @@
-"""NEFTune on a shard: embeddings get noise of the size that they would get in the whole sequence.
+"""NEFTune on a shard: embeddings get noise of the same size as in the whole sequence.
 
-NEFTune (arXiv:2310.05914) adds noise uniform in +- alpha / sqrt(L D) to embeddings [B, L, D] while a model trains. Its
-hooks, transformers' and those that follow it, take L from the embeddings that they see and alpha from an attribute of
-the embedding module. On a shard of s tokens, alpha sqrt(s / L) makes it the noise of the whole sequence.
+NEFTune (arXiv:2310.05914) adds noise, uniform between -a and a with a = alpha / sqrt(L D), to the embeddings [B, L, D]
+of a model in training. The hook of transformers takes L from the embeddings that it gets, and alpha from an attribute
+of the embedding module. On a shard of s tokens it takes s for L. So alpha is set to alpha * sqrt(s / L) for the time of
+a forward, which gives the noise of the whole sequence.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ _ALPHA = "neftune_noise_alpha"
 
 
 def scale_noise(embeddings: nn.Module | None, tokens: int, length: int) -> Callable[[], None]:
-    """Let a forward on a shard add the noise of the whole sequence; return the call that puts the amplitude back.
+    """Let a forward on a shard add the noise of the whole sequence. Without NEFTune, do nothing.
 
     Args:
-        embeddings: the model's input embeddings; without NEFTune nothing happens.
-        tokens: s, what the embeddings will see; at least 1.
-        length: L, of the whole sequence.
+        embeddings: the model's input embeddings.
+        tokens: s, tokens of the shard; at least 1.
+        length: L, tokens of the whole sequence.
+
+    Returns:
+        A function that restores alpha, to be called after the forward.
     """
     alpha = getattr(embeddings, _ALPHA, None)
     if embeddings is None or not alpha:
@@ -32,11 +36,14 @@ def scale_noise(embeddings: nn.Module | None, tokens: int, length: int) -> Calla
 
 
 def expect_no_noise(embeddings: nn.Module | None) -> None:
-    """Refuse NEFTune, whose noise depends on a row's length, where rows become one stream. Raises `ConfigError`."""
+    """Refuse NEFTune for batches whose rows are joined to one stream. Raises `ConfigError`.
+
+    Its noise depends on the length of a row, which a joined row no longer has.
+    """
     if getattr(embeddings, _ALPHA, None):
         raise ConfigError(
-            f'{_ALPHA} and "placement": "documents" do not go together: noise is sized by the length of a padded row, '
-            'and rows are put behind each other. Use "placement": "stream", or no noise.'
+            f'{_ALPHA} and "placement": "documents" do not go together: the size of the noise depends on the length of '
+            'a padded row, but this placement joins rows to one. Use "placement": "stream", or no noise.'
         )
 
 

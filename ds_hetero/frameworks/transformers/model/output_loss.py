@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from ds_hetero.engine.forward_mode import ShardedForward
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.model.own_loss import loss_by_own_function
-from ds_hetero.frameworks.transformers.model.sharded_call import Called
+from ds_hetero.frameworks.transformers.model.sharded_call import SplitTransformer
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import (
@@ -34,7 +34,15 @@ from ds_hetero.runtime.step_clock import IDLE
 
 
 def note_logits(weights: TokenWeights, outputs: Any, batch: Batch, own_loss: str) -> None:
-    """Let a check see the gradient of the logits of a forward on a shard, if there are labels and logits [B, s, V]."""
+    """Let a check of token weights read the gradient of the logits [B, s, V] of a forward on a shard.
+
+    Without labels, or without such logits, nothing is checked.
+
+    Args:
+        outputs: of the model.
+        batch: the arguments of the forward.
+        own_loss: name of the model's custom loss function; empty if it has none.
+    """
     info = shard_info(batch.get("position_ids"))
     labels = batch.get("shift_labels")
     if labels is None and info is not None:
@@ -51,7 +59,7 @@ def note_logits(weights: TokenWeights, outputs: Any, batch: Batch, own_loss: str
     weights.note_forward(logits, labels, expected, None if info is None else info.num_items)
 
 
-def add_own_loss(model: Called, outputs: Any, batch: Batch, forward: ShardedForward) -> None:
+def add_own_loss(model: SplitTransformer, outputs: Any, batch: Batch, forward: ShardedForward) -> None:
     """Set ``outputs.loss`` as `add_loss` does, but by the custom ``loss_function`` of the model.
 
     Caller: every rank of the replica, once per forward on a shard.
@@ -60,28 +68,28 @@ def add_own_loss(model: Called, outputs: Any, batch: Batch, forward: ShardedForw
     Raises:
         BatchError: replicas take different batches, so that their losses would have to be weighed by labels; or the
             batch has ``labels``.
-        ModelError: see `loss_by_own_function`; or there are no logits, because they are computed in tiles.
+        ModelError: see `loss_by_own_function`; or the outputs have no logits, because the loss is computed in tiles.
     """
     labels, replica = batch.get("shift_labels"), forward.replica
     if labels is None or not isinstance(outputs, ModelOutput):
         return
-    name = type(model.pretrained).__name__
+    name, function = type(model.pretrained).__name__, model.model_loss.custom_function
     if batch.get("labels") is not None or outputs.get("loss") is not None:
         raise BatchError(
-            f"{name} was given labels and shift_labels, and computes {model.own_loss} of this rank's tokens alone, "
-            "which need not be a mean over tokens. Leave labels out: engine(**batch).loss is "
-            f"{model.own_loss} of the whole batch."
+            f"{name} was given labels and shift_labels, so it computes {function} of this rank's tokens alone, which "
+            f"need not be a mean over tokens. Leave labels out: engine(**batch).loss is then {function} of the whole "
+            "batch."
         )
     logits = outputs.get("logits")
     if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         raise ModelError(
-            f"{name} has a custom loss function, {model.own_loss}, which takes the logits of all tokens, but there are "
-            'no logits. Leave "tile_tokens" out.'
+            f"{name} has a custom loss function, {function}, which takes the logits of all tokens, but the "
+            'forward computed none. Leave "tile_tokens" out.'
         )
     if replica.batch_split is not None:
         raise BatchError(
             f"replicas take different batches ({replica.batch_split}), whose losses are weighed by their labels, but "
-            f"{name} has a custom loss function, {model.own_loss}, which may not be a mean over labels. Give all "
+            f"{name} has a custom loss function, {function}, which may not be a mean over labels. Give all "
             "replicas the same micro_batch_size and micro_batches."
         )
     with forward.clock.phase(IDLE, "loss"):
@@ -91,11 +99,11 @@ def add_own_loss(model: Called, outputs: Any, batch: Batch, forward: ShardedForw
             labels,
             forward.batch.placement,
             replica,
-            model.moves_labels,
+            model.model_loss.moves_labels,
             batch.get("num_items_in_batch"),
         )
         loss = loss_of_replica(loss_of_batch, replica)
-        term = model.router_term(outputs)
+        term = model.model_loss.router_term(outputs)
         if isinstance(term, Tensor):
             num_tokens = labels.ne(IGNORE_INDEX).sum()
             loss = loss + sequence_parallel_loss(num_tokens * term, num_tokens, replica)
@@ -111,7 +119,7 @@ def add_loss(
     router_term: Tensor | float = 0.0,
     loss_sum: Callable[[], Tensor] | None = None,
 ) -> None:
-    """Set ``outputs.loss`` if the batch has ``shift_labels`` and no ``labels``.
+    """Set ``outputs.loss`` to the cross entropy of the whole batch, if it has ``shift_labels`` and no ``labels``.
 
     No loss is set if replicas take different batches, and ``position_ids`` are not the loader's tensor: only that
     tensor has the number of labels in the step.
@@ -136,13 +144,13 @@ def add_loss(
     if loss_sum is None and logits.shape[:2] != labels.shape:
         return
     replica = forward.replica
-    num_items, divisor = None, 1  # labels in the step and micro-batches in it, if replicas take different batches
+    num_items, divisor = None, 1  # labels and micro-batches of the step, if replicas take different batches
     num_labels = batch.get("num_items_in_batch")
     if replica.batch_split is not None:
         if num_labels is not None:
             raise BatchError(
-                f"num_items_in_batch: replicas take different batches ({replica.batch_split}), whose loss is divided "
-                "by the labels of the whole optimizer step already; leave it out."
+                f"the batch has num_items_in_batch, but replicas take different batches ({replica.batch_split}), whose "
+                "loss is already divided by the labels of the whole optimizer step. Leave num_items_in_batch out."
             )
         info = shard_info(batch.get("position_ids"))
         if info is None or info.num_items is None:

@@ -1,11 +1,11 @@
 """Linear attention, state-space layers and short convolutions of transformers' models, on shards.
 
 A modelling file calls its convolution and its scan by names of its module, such as ``causal_conv1d_fn``. While a model
-of the file is sharded, wrappers ("doors") have these names:
+of the file is sharded, these names are bound to wrappers:
 
-    call of a door               action
+    call of a wrapper            action
     with the sharded forward     run the layer over the whole sequence: convolutions get the last tokens of the rank
-                                 before, scans trade tokens for heads or pass states
+                                 before, scans exchange tokens for heads or pass states
     any other                    call the original function
 
 The decoder's pre-hook adds the sharded forward to the decoder's keywords. transformers passes these to every layer and
@@ -38,109 +38,119 @@ from ds_hetero.runtime.recurrent.convolution import convolution
 from ds_hetero.runtime.recurrent.scan import scan
 from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
 
-KEYWORD = "ds_hetero_forward"  # keyword argument by which layers and functions get the sharded forward
+KEYWORD = "ds_hetero_forward"  # keyword argument by which layers pass the sharded forward to the wrappers
 
 LAYER_TYPES = ("linear_attention", "conv", "hybrid")
-"""Values of ``layer_types`` in configurations whose layers call doors."""
+"""Values of ``layer_types`` in configurations whose layers call wrapped functions."""
 
 _CONVOLUTION = "causal_conv1d_fn"
-_CONVOLUTION_PLACES = ("hidden_states", "weight", "bias", "activation")
+_CONVOLUTION_ARGUMENTS = ("hidden_states", "weight", "bias", "activation")  # names of its positional arguments
 # Fuses convolution and scan. Without its kernel it returns None, and models then call the two others.
 _FUSED = "mamba2_split_conv1d_scan_combined"
-_WITHOUT_DOOR = "mamba_selective_scan"  # Mamba-1: its arguments are [B, channels, s], and it gets no keywords
-_PACKING = ("cu_seqlens", "seq_idx")  # dropped: the batch layout has the documents
-_STATES = ("initial_state", "initial_states")
+_UNSUPPORTED_SCAN = "mamba_selective_scan"  # of Mamba-1: its arguments are [B, channels, s], and it gets no keywords
+_PACKING_ARGUMENTS = ("cu_seqlens", "seq_idx")  # dropped: the batch layout has the documents
+_STATE_ARGUMENTS = ("initial_state", "initial_states")
 
 
 @dataclass(frozen=True, slots=True)
 class _ScanFunction:
-    """Signature of a scan, as models call it."""
+    """What a wrapper must know of a scan function: its arguments, their shapes, and what it returns."""
 
     positional: tuple[str, ...]  # names of its positional arguments
     inputs: tuple[str, ...]  # arguments with a value for every token, [B, s, N, ...]
     parameters: tuple[str, ...]  # arguments with a value for every head, [H]
     output_like: str  # the input whose shape the output has
     returns_state: bool  # whether it returns (output, last state) or only the output
-    reader: str | None = None  # of a scan whose state only decays: the input that reads the state; else None
+    reader: str | None = None  # if the state only decays (Mamba-2): the input that reads the state; else None
 
 
 _DELTA_INPUTS = ("query", "key", "value", "g", "beta")
-_DELTA_RULE = _ScanFunction(_DELTA_INPUTS[:3], _DELTA_INPUTS, (), "value", True)
+_DELTA_RULE = _ScanFunction(
+    positional=_DELTA_INPUTS[:3], inputs=_DELTA_INPUTS, parameters=(), output_like="value", returns_state=True
+)
 _SCANS = {
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
     "mamba2_chunk_scan": _ScanFunction(
-        ("hidden_states", "dt", "A", "B", "C"),
-        ("hidden_states", "dt", "B", "C"),
-        ("A", "D", "dt_bias"),
-        "hidden_states",
-        False,
-        "C",
+        positional=("hidden_states", "dt", "A", "B", "C"),
+        inputs=("hidden_states", "dt", "B", "C"),
+        parameters=("A", "D", "dt_bias"),
+        output_like="hidden_states",
+        returns_state=False,
+        reader="C",
     ),
 }
 
 
 class _Arguments(NamedTuple):
-    """Arguments of one call. Positional ones stay positional, because kernels may have other names for them."""
+    """Arguments of one call. Positional arguments stay positional: kernels may give their parameters other names."""
 
     args: tuple[Any, ...]
     kwargs: Entries
 
     def by_name(self, positional: tuple[str, ...]) -> Entries:
-        """Return all arguments by name. ``positional``: names of the positional ones."""
+        """Return all arguments by name. ``positional``: names of the positional arguments, in their order."""
         return dict(zip(positional, self.args, strict=False)) | self.kwargs
 
     def call(self, function: Function, positional: tuple[str, ...], by_name: Batch) -> Any:
-        """Call ``function`` with other values, in the same positions and keywords."""
+        """Call ``function`` with the values of ``by_name``, in the positions and keywords of the original call."""
         args = (by_name[name] for name in positional[: len(self.args)])
         return function(*args, **{name: by_name[name] for name in self.kwargs})
 
 
-_opened: Counter[tuple[str, str]] = Counter()  # number of models that use a door, by (file, name)
+_num_models: Counter[tuple[str, str]] = Counter()  # sharded models that use a wrapper, by (file, name)
 
 
-def has_doors(model: nn.Module) -> bool:
-    """Return True if a modelling file of ``model`` has a scan or a convolution for which there is a door."""
-    return any(True for _ in _doors_of(model))
+def has_recurrent_functions(model: nn.Module) -> bool:
+    """Return True if a modelling file of ``model`` has a scan or a convolution that `wrap_functions` can wrap."""
+    return any(True for _ in _find_functions(model))
 
 
-def has_scan_without_door(model: nn.Module) -> bool:
-    """Return True if a modelling file of ``model`` has a scan for which there is no door."""
-    return any(hasattr(file, _WITHOUT_DOOR) for file in _files_of(model))
+def has_unsupported_scan(model: nn.Module) -> bool:
+    """Return True if a modelling file of ``model`` has the scan of Mamba-1, which no wrapper can split."""
+    return any(hasattr(file, _UNSUPPORTED_SCAN) for file in _find_files(model))
 
 
-def mixes_by_door(module: nn.Module) -> bool:
-    """Return True for a depthwise convolution: models only read its weight, and call the function with the door."""
+def is_depthwise_convolution(module: nn.Module) -> bool:
+    """Return True if a module is a depthwise convolution.
+
+    Models do not call such a module: they pass its weight to a function that `wrap_functions` wraps.
+    """
     return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
 
 
-def open_doors(model: nn.Module) -> Callable[[], None]:
-    """Put doors into the modelling files of ``model``.
+def wrap_functions(model: nn.Module) -> Callable[[], None]:
+    """Wrap the convolutions and scans in the modelling files of ``model``.
 
     Returns:
-        A function that closes them. A door is removed when the last model of its file is closed.
+        A function that ends the wrapping for ``model``. The original functions of a file are restored when the last
+        model of the file has called it.
     """
-    names = list(_doors_of(model))
+    names = list(_find_functions(model))
     for file, name in names:
-        if not _opened[file.__name__, name]:
-            setattr(file, name, _door(name, getattr(file, name)))
-        _opened[file.__name__, name] += 1
+        if not _num_models[file.__name__, name]:
+            setattr(file, name, _make_wrapper(name, getattr(file, name)))
+        _num_models[file.__name__, name] += 1
 
-    def close() -> None:
+    def unwrap() -> None:
         while names:
             file, name = names.pop()
-            _opened[file.__name__, name] -= 1
-            if not _opened[file.__name__, name]:
+            _num_models[file.__name__, name] -= 1
+            if not _num_models[file.__name__, name]:
                 setattr(file, name, getattr(file, name).__wrapped__)
 
-    return close
+    return unwrap
 
 
-def expect_doors_used(model: nn.Module, forward: ShardedForward) -> None:
-    """Refuse recurrent layers that called no door in the forward that has just ended. Raises `ModelError`."""
+def expect_wrappers_called(model: nn.Module, forward: ShardedForward) -> None:
+    """Refuse a model whose recurrent layers called no wrapper in the forward that has just ended.
+
+    Raises:
+        ModelError: no layer called a wrapper; the message has the types of the layers.
+    """
     layer_types = getattr(model.config, "layer_types", None) or ()
     recurrent = sorted({str(kind) for kind in layer_types} & set(LAYER_TYPES))
-    if recurrent and not forward.doors_used:
+    if recurrent and not forward.wrapped_calls:
         raise ModelError(
             f"the layers of type {', '.join(recurrent)} of {type(model).__name__} did not call "
             f"{', '.join([_CONVOLUTION, *_SCANS])} of their own file, so that each rank would run them on its own "
@@ -149,15 +159,15 @@ def expect_doors_used(model: nn.Module, forward: ShardedForward) -> None:
         )
 
 
-def _doors_of(model: nn.Module) -> Iterator[tuple[ModuleType, str]]:
-    """Yield (file, name) of the functions that get doors."""
-    for file in _files_of(model):
+def _find_functions(model: nn.Module) -> Iterator[tuple[ModuleType, str]]:
+    """Yield (file, name) of the functions that `wrap_functions` wraps."""
+    for file in _find_files(model):
         for name in (_CONVOLUTION, _FUSED, *_SCANS):
             if hasattr(file, name):
                 yield file, name
 
 
-def _files_of(model: nn.Module) -> Iterator[ModuleType]:
+def _find_files(model: nn.Module) -> Iterator[ModuleType]:
     """Yield transformers' modules in which the classes of the model's modules are defined, each once."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     for name in names:
@@ -165,34 +175,37 @@ def _files_of(model: nn.Module) -> Iterator[ModuleType]:
             yield sys.modules[name]
 
 
-def _door(name: str, original: Function) -> Function:
-    """Return the door for ``original``."""
+def _make_wrapper(name: str, original: Function) -> Function:
+    """Return the wrapper of ``original``, a function that modelling files call by ``name``."""
 
     @functools.wraps(original)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def door(*args: object, **kwargs: object) -> object:
+    def wrapper(*args: object, **kwargs: object) -> object:
         forward = kwargs.pop(KEYWORD, None)
         if not isinstance(forward, ShardedForward):
             expect_whole_batch()
             return original(*args, **kwargs)
         if name == _FUSED:
-            return None  # as without its kernel, so that the model calls convolution and scan, which have doors
-        forward.doors_used.add(name)
-        given = _Arguments(args, {key: value for key, value in kwargs.items() if key not in _PACKING})
+            return None  # as without its kernel, so that the model calls convolution and scan, which are wrapped
+        forward.wrapped_calls.add(name)
+        arguments = _Arguments(args, {key: value for key, value in kwargs.items() if key not in _PACKING_ARGUMENTS})
         if name == _CONVOLUTION:
-            return _convolution(original, forward, given)
-        return _scan(name, original, forward, given)
+            return _run_convolution(original, forward, arguments)
+        return _run_scan(name, original, forward, arguments)
 
-    return door
+    return wrapper
 
 
-def _convolution(original: Callable[..., Tensor], forward: ShardedForward, given: _Arguments) -> Tensor:
-    """Convolve hidden states [B, C, s] with a weight [C, k]. A rank without tokens has one dummy token."""
-    by_name = given.by_name(_CONVOLUTION_PLACES)
+def _run_convolution(original: Callable[..., Tensor], forward: ShardedForward, arguments: _Arguments) -> Tensor:
+    """Convolve hidden states [B, C, s] with a weight [C, k] over the whole sequence.
+
+    A rank without tokens has one dummy token, whose result is zeros.
+    """
+    by_name = arguments.by_name(_CONVOLUTION_ARGUMENTS)
     x, size = by_name["hidden_states"], by_name["weight"].shape[-1]
 
     def compute(inputs: Tensor) -> Tensor:
-        out: Tensor = given.call(original, _CONVOLUTION_PLACES, {**by_name, "hidden_states": inputs})
+        out: Tensor = arguments.call(original, _CONVOLUTION_ARGUMENTS, {**by_name, "hidden_states": inputs})
         return out
 
     x = x[:, :, :0] if forward.is_placeholder else x
@@ -200,27 +213,41 @@ def _convolution(original: Callable[..., Tensor], forward: ShardedForward, given
     return nn.functional.pad(out, (0, 1)) if forward.is_placeholder else out
 
 
-def _scan(name: str, original: Function, forward: ShardedForward, given: _Arguments) -> Any:
+def _run_scan(name: str, original: Function, forward: ShardedForward, arguments: _Arguments) -> Any:
+    """Run a scan over the whole sequence; see `_SCANS` for its arguments.
+
+    Returns:
+        The output for this rank's tokens, as the model expects it: alone, or in a tuple with the last state, None.
+
+    Raises:
+        ModelError: the call passes or requests a state, or passes a gate.
+    """
     function = _SCANS[name]
-    by_name = given.by_name(function.positional)
+    by_name = arguments.by_name(function.positional)
     asks_for_state = not function.returns_state and by_name.get("return_final_states")
-    has_state_or_gate = any(by_name.get(argument) is not None for argument in (*_STATES, "z"))
+    has_state_or_gate = any(by_name.get(argument) is not None for argument in (*_STATE_ARGUMENTS, "z"))
     if asks_for_state or has_state_or_gate:
         raise ModelError(
-            f"{name} gets or returns a state, or gets a gate, in a sharded forward; such a call cannot be split over "
-            "the sequence. Call the model with use_cache=False."
+            f"{name} is called with a state or a gate, or is asked for its last state, in a forward on shards. Such a "
+            "call cannot be split over the sequence. Call the model with use_cache=False."
         )
     inputs = {key: by_name[key][:, :0] if forward.is_placeholder else by_name[key] for key in function.inputs}
     parameters = {key: by_name[key] for key in function.parameters if by_name.get(key) is not None}
 
     def compute(inputs: Tensors, parameters: Tensors) -> Tensor:
-        result = given.call(original, function.positional, {**by_name, **inputs, **parameters})
+        result = arguments.call(original, function.positional, {**by_name, **inputs, **parameters})
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    passed = None if function.reader is None else _passed_state(function, function.reader, original, given)
+    passed_state = None
+    if function.reader is not None:
+        passed_state = _make_passed_state(function, function.reader, original, arguments)
     call = Scan(
-        inputs=inputs, output_like=function.output_like, parameters=parameters, compute=compute, passed_state=passed
+        inputs=inputs,
+        output_like=function.output_like,
+        parameters=parameters,
+        compute=compute,
+        passed_state=passed_state,
     )
     out = scan(call, forward.replica, forward.batch, forward.clock)
     if forward.is_placeholder:
@@ -228,18 +255,22 @@ def _scan(name: str, original: Function, forward: ShardedForward, given: _Argume
     return (out, None) if function.returns_state else out
 
 
-def _passed_state(function: _ScanFunction, reader: str, original: Function, given: _Arguments) -> PassedState | None:
-    """Describe how Mamba-2's state decays: a token leaves exp(A dt) of the state before it.
+def _make_passed_state(
+    function: _ScanFunction, reader: str, original: Function, arguments: _Arguments
+) -> PassedState | None:
+    """Return the functions with which a rank computes its part of Mamba-2's scan, and passes the state to the next.
 
-    None if the call has no ``return_final_states``, so that the last state cannot be computed.
+    A token with step size dt multiplies the state before it by exp(A dt), so the state of the rank before decays by the
+    product of these factors over this rank's tokens. None if the call has no ``return_final_states``: then the last
+    state cannot be computed.
     """
-    by_name = given.by_name(function.positional)
-    if "return_final_states" not in given.kwargs:
+    by_name = arguments.by_name(function.positional)
+    if "return_final_states" not in arguments.kwargs:
         return None
 
     def compute(inputs: Tensors, parameters: Tensors) -> tuple[Tensor, Tensor]:
-        asked = {**by_name, **inputs, **parameters, "return_final_states": True}
-        out, state = given.call(original, function.positional, asked)
+        with_state = {**by_name, **inputs, **parameters, "return_final_states": True}
+        out, state = arguments.call(original, function.positional, with_state)
         return out, state
 
     def log_decay(inputs: Tensors, parameters: Tensors) -> Tensor:

@@ -1,10 +1,10 @@
-"""Model outputs with lazy entries, which are computed when they are first read by name.
+"""Model outputs with lazy entries: each is computed when it is first read by name.
 
     outputs.logits, outputs["logits"], outputs.get("logits"), outputs.to_tuple()      compute the entry
     for name in outputs, outputs.keys(), outputs.items(), outputs.values()            leave it out
 
-Iteration leaves lazy entries out, because ZeRO-3 and others iterate over all outputs of a module and would compute
-every entry. Computing an entry is collective over the ranks that share the sequences: if one rank reads it, all have
+Iteration leaves lazy entries out: ZeRO-3 and others iterate over all outputs of a module, and would compute every
+entry. Computing an entry is collective over the ranks that share the sequences: if one rank reads it, all have
 to.
 """
 
@@ -14,27 +14,28 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Makers = Mapping[str, Callable[[], Any]]
+LazyEntries = Mapping[str, Callable[[], Any]]
+"""Functions that compute entries, by the name of the entry."""
 
 
-class _OnRequest:
+class _LazyOutputs:
     """Base class that `results_on_request` adds to a class of outputs."""
 
-    _waiting: dict[str, Callable[[], Any]]
+    _lazy: dict[str, Callable[[], Any]]
 
     def __getattribute__(self, name: str) -> Any:
-        waiting = object.__getattribute__(self, "__dict__").get("_waiting")
-        if waiting and name in waiting:
-            self._make(name)
+        lazy = object.__getattribute__(self, "__dict__").get("_lazy")
+        if lazy and name in lazy:
+            self._compute(name)
         return super().__getattribute__(name)
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str) and key in self._waiting:
-            self._make(key)
+        if isinstance(key, str) and key in self._lazy:
+            self._compute(key)
         return super().__getitem__(key)  # type: ignore[misc]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._waiting or super().__contains__(key)  # type: ignore[misc]
+        return key in self._lazy or super().__contains__(key)  # type: ignore[misc]
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return an entry, as a dictionary does."""
@@ -42,13 +43,13 @@ class _OnRequest:
 
     def to_tuple(self) -> tuple[Any, ...]:
         """Return all entries, lazy ones too, in the order in which the class declares them."""
-        for name in list(self._waiting):
-            self._make(name)
+        for name in list(self._lazy):
+            self._compute(name)
         return super().to_tuple()  # type: ignore[misc,no-any-return]
 
-    def _make(self: Any, name: str) -> None:
+    def _compute(self: Any, name: str) -> None:
         """Compute a lazy entry, and move all entries to the order of the class."""
-        entry = self._waiting.pop(name)()
+        entry = self._lazy.pop(name)()
         if entry is None:
             return
         self[name] = entry
@@ -59,12 +60,13 @@ class _OnRequest:
 
 
 @functools.cache
-def _kind_of(kind: Any) -> Any:
-    return type(kind.__name__, (_OnRequest, kind), {"__module__": kind.__module__})
+def _lazy_class_of(output_class: Any) -> Any:
+    """Return a subclass of a class of outputs, with the same name, that has lazy entries."""
+    return type(output_class.__name__, (_LazyOutputs, output_class), {"__module__": output_class.__module__})
 
 
-def results_on_request(kind: type, present: Mapping[str, Any], waiting: Makers) -> Any:
-    """Return outputs of class ``kind`` with the ``present`` entries, and lazy ones that ``waiting`` computes."""
-    outputs = _kind_of(kind)(**present)
-    vars(outputs)["_waiting"] = dict(waiting)
+def results_on_request(output_class: type, entries: Mapping[str, Any], lazy: LazyEntries) -> Any:
+    """Return outputs of class ``output_class``, with ``entries`` and with lazy entries."""
+    outputs = _lazy_class_of(output_class)(**entries)
+    vars(outputs)["_lazy"] = dict(lazy)
     return outputs

@@ -1,10 +1,10 @@
 """Compute the load-balancing loss of transformers' mixtures of experts over the whole replica.
 
 A model with a head calls ``load_balancing_loss_func`` of its modelling file after its decoder. While a model of the
-file is sharded, a wrapper ("door") has this name:
+file is sharded, this name is bound to a wrapper, which computes the loss by the router logits that it gets:
 
     router logits of a sharded forward (marked by `mark_router_logits`)    `ds_hetero.runtime.loss.load_balancing_loss`
-    any other                                                              the original function
+    any other router logits                                                the original function
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ds_hetero.runtime.loss import load_balancing_loss
 
 _NAME = "load_balancing_loss_func"
 _MARK = "ds_hetero_forward"
-# How far up the autograd graph a mark is searched: views and casts between the router and the loss. Chosen.
-_NODES_ABOVE_LOGITS = 4
+# Autograd nodes in which a mark is searched: views and casts between the router and the loss. Chosen, never measured.
+_MAX_SEARCHED_NODES = 4
 
-_opened: Counter[str] = Counter()  # number of models that use the door, by file
+_num_models: Counter[str] = Counter()  # sharded models that use the wrapper, by file
 
 
 def has_router_loss(pretrained: PretrainedModel) -> bool:
-    """Return True if the model's file has the function, so that its auxiliary loss can go through a door."""
+    """Return True if the model's file has the function that computes the auxiliary loss of routers."""
     return hasattr(_file_of(pretrained), _NAME)
 
 
@@ -44,27 +44,28 @@ def adds_router_loss(pretrained: PretrainedModel) -> bool:
     return has_router_loss(pretrained) and bool(getattr(pretrained.config.get_text_config(), "output_router_logits", 0))
 
 
-def open_router_loss(pretrained: PretrainedModel) -> Callable[[], None]:
-    """Put a door into the model's file, and into Mixtral's, whose function TRL's fused head calls for every model.
+def wrap_router_loss(pretrained: PretrainedModel) -> Callable[[], None]:
+    """Wrap the function in the model's file, and in Mixtral's, which TRL's fused head calls for every model.
 
     Returns:
-        A function that closes them. A door is removed when the last model of its file is closed.
+        A function that ends the wrapping for the model. The original function of a file is restored when the last model
+        that uses the wrapper has called it.
     """
     if not has_router_loss(pretrained):
         return lambda: None
     files = {_file_of(pretrained), modeling_mixtral}
     for file in files:
-        if not _opened[file.__name__]:
-            setattr(file, _NAME, _door(getattr(file, _NAME)))
-        _opened[file.__name__] += 1
+        if not _num_models[file.__name__]:
+            setattr(file, _NAME, _make_wrapper(getattr(file, _NAME)))
+        _num_models[file.__name__] += 1
 
-    def close() -> None:
+    def unwrap() -> None:
         for file in files:
-            _opened[file.__name__] -= 1
-            if not _opened[file.__name__]:
+            _num_models[file.__name__] -= 1
+            if not _num_models[file.__name__]:
                 setattr(file, _NAME, getattr(file, _NAME).__wrapped__)
 
-    return close
+    return unwrap
 
 
 def mark_router_logits(output: object, forward: ShardedForward) -> None:
@@ -78,10 +79,10 @@ def mark_router_logits(output: object, forward: ShardedForward) -> None:
 
 
 def _forward_of(logits: Tensor) -> ShardedForward | None:
-    """Return the forward with which router logits are marked, on the tensor or in its graph; None without a mark."""
+    """Return the forward that computed router logits, from a mark on them or on their graph; None without a mark."""
     forward: ShardedForward | None = getattr(logits, _MARK, None)
     node = logits.grad_fn
-    for _ in range(_NODES_ABOVE_LOGITS):
+    for _ in range(_MAX_SEARCHED_NODES):
         if forward is not None or node is None:
             break
         forward = cast("Entries", node.metadata).get(_MARK)
@@ -100,7 +101,9 @@ def _file_of(pretrained: PretrainedModel) -> ModuleType:
     return sys.modules[type(pretrained).__module__]
 
 
-def _door(original: Function) -> Function:
+def _make_wrapper(original: Function) -> Function:
+    """Return the wrapper of ``original``, a ``load_balancing_loss_func``."""
+
     @functools.wraps(original)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load_balancing_loss_func(

@@ -1,4 +1,4 @@
-"""Arguments of a forward on a shard: read them as this rank's part of a batch, and refuse wrong ones."""
+"""Read the arguments of a forward on a shard as this rank's part of a batch, and refuse wrong arguments."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from ds_hetero.engine.arguments import refusals
 from ds_hetero.errors import BatchError
 from ds_hetero.frameworks.transformers.model.model_checks import router_loss_problem
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD
-from ds_hetero.frameworks.transformers.model.sharded_call import Called
+from ds_hetero.frameworks.transformers.model.sharded_call import SplitTransformer
 from ds_hetero.runtime.attention.local_batch import LocalBatch
+from ds_hetero.runtime.data.recent_shards import is_shard
 from ds_hetero.runtime.data.shard_info import is_placeholder, shard_info
-from ds_hetero.runtime.data.shards import Batch, Entries, is_shard
+from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.documents import BOUNDARIES, expect_one_set_of_boundaries
-from ds_hetero.runtime.model_switches import autocast_dtype, what_is_trained
+from ds_hetero.runtime.model_switches import autocast_dtype, checksum_of_trained
 
 
 def local_batch(kwargs: Entries, dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> LocalBatch:
-    """Return this rank's part of a batch, from the arguments of a forward. A dummy token does not count.
+    """Return this rank's part of a batch, from the arguments of a forward.
+
+    A rank without tokens, which runs one dummy token, has a part with 0 tokens.
 
     Args:
-        dtype: of attention.
-        parameters: of the model, trained and frozen.
+        dtype: in which attention is computed.
+        parameters: all parameters of the model, trained and frozen.
     """
     positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
@@ -44,27 +47,30 @@ def local_batch(kwargs: Entries, dtype: torch.dtype, parameters: Iterable[nn.Par
         cu_seqlens=kwargs.get(BOUNDARIES),
         placement=None if info is None else info.placement,
         autocast=autocast_dtype(positions.device.type),
-        trained=what_is_trained(parameters),
+        trained=checksum_of_trained(parameters),
     )
 
 
-def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
-    """Refuse arguments with which shards would compute other results than one process. Raises `BatchError`.
+def expect_arguments(model: SplitTransformer, arguments: Batch, *, in_call: bool) -> None:
+    """Refuse arguments with which a forward on shards would compute other results than one process.
 
     Args:
         in_call: True for a sharded call, which takes whole batches.
+
+    Raises:
+        BatchError: with a line for each refused argument.
     """
-    given = {name: value for name, value in arguments.items() if name != KEYWORD and value is not None}
-    if not model.is_split and not is_shard(*given.values()):
-        return  # it runs whole, see `ShardedModel`
-    lines = refusals(given, has_towers=model.cuts_inputs, in_call=in_call, is_split=model.is_split)
-    if given.get("output_router_logits") and (problem := router_loss_problem(model.pretrained)):
+    present = {name: value for name, value in arguments.items() if name != KEYWORD and value is not None}
+    if not model.is_split and not is_shard(*present.values()):
+        return  # the forward runs on the whole batch, see `ShardedModel`
+    lines = refusals(present, has_towers=model.cuts_inputs, in_call=in_call, is_split=model.is_split)
+    if present.get("output_router_logits") and (problem := router_loss_problem(model.pretrained)):
         lines.append(f'"output_router_logits": True: {problem}.')
-    if "labels" in given and "position_ids" in given and not in_call:
-        if "num_items_in_batch" in given:
-            lines.append('"num_items_in_batch": beside labels the loss would be of a part of them; leave labels out.')
-        if "shift_labels" not in given and model.moves_labels:
-            lines.append('"labels": the model would move those of a shard once more; give it shift_labels instead.')
+    if "labels" in present and "position_ids" in present and not in_call:
+        if "num_items_in_batch" in present:
+            lines.append('"num_items_in_batch": with labels, the loss is that of the shard alone; leave labels out.')
+        if "shift_labels" not in present and model.model_loss.moves_labels:
+            lines.append('"labels": the model would shift the labels of a shard again; give it shift_labels instead.')
     if lines:
         raise BatchError(
             f"{type(model.pretrained).__name__} was given what it does not take on parts of sequences:\n"
@@ -72,8 +78,8 @@ def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
         )
 
 
-def expect_whole(model: str, *tensors: Any) -> None:
-    """Refuse a shard in a forward that takes whole batches. ``model``: name of its class. Raises `BatchError`."""
+def expect_no_shard(model: str, *tensors: Any) -> None:
+    """Refuse a shard in a forward that takes whole batches. ``model``: name of the class. Raises `BatchError`."""
     if is_shard(*tensors):
         raise BatchError(
             f"{model} takes whole batches here (in eval(), in handle.unsharded(), or with a cache of keys and values), "
@@ -89,21 +95,21 @@ WHOLE_BATCHES = (
 )
 
 
-def is_around(model: Called) -> bool:
-    """Return True if the script trains a module of its own around the model; PEFT models do not count."""
-    outermost: object = model.pretrained
-    return model.model is not outermost and not hasattr(model.model, "peft_config")
+def has_module_around(model: SplitTransformer) -> bool:
+    """Return True if the script trains a module of its own around the transformers model; PEFT's do not count."""
+    pretrained: object = model.pretrained
+    return model.model is not pretrained and not hasattr(model.model, "peft_config")
 
 
-def expect_arguments_of_shards(model: Called) -> None:
-    """Refuse a module around a language model whose forward lacks parameters for entries of shards.
+def expect_arguments_of_shards(model: SplitTransformer) -> None:
+    """Refuse a script's module around a model whose forward takes no ``position_ids`` or no ``shift_labels``.
 
     Raises:
         BatchError: with the missing parameters.
     """
     outer = model.model
     parameters = inspect.signature(outer.forward).parameters.values()
-    if not is_around(model) or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    if not has_module_around(model) or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
     names = {parameter.name for parameter in parameters}
     if missing := [name for name in ("position_ids", "shift_labels") if name not in names]:
@@ -116,7 +122,10 @@ def expect_arguments_of_shards(model: Called) -> None:
 
 
 def expect_shard_shapes(kwargs: Batch) -> None:
-    """Refuse arguments that are not of a shard: without ``position_ids``, or with a mask that is not [B, s]."""
+    """Refuse arguments of the decoder that are not those of a shard. Raises `BatchError` with what to change.
+
+    A shard has ``position_ids`` [B, s], as many embeddings, and a mask [B, s] or none.
+    """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions is None and is_shard(kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
         raise BatchError(

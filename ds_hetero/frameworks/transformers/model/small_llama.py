@@ -1,4 +1,4 @@
-"""A model small enough to be trained in a second, for checks of an installation."""
+"""Llama models that are small enough to train in a second, for checks of an installation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ VOCAB_SIZE = 97
 
 
 def small_llama(num_heads: int, num_kv_heads: int, max_tokens: int) -> nn.Module:
-    """Return a Llama of two layers with heads of 16, the same weights in every process."""
+    """Return a Llama with two layers and heads of size 16; its weights are the same in every process."""
     return llama_of(num_heads, num_kv_heads, max_tokens, num_layers=2)
 
 
 def llama_of(
     num_heads: int, num_kv_heads: int, max_tokens: int, *, num_layers: int, is_tied: bool = False
 ) -> nn.Module:
-    """Return a Llama with heads of 16, the same weights in every process; ``is_tied``: its head is its embedding."""
+    """Return a Llama with heads of size 16; its weights are the same in every process.
+
+    Args:
+        is_tied: True if the head shares the weight of the embedding.
+    """
     return llama(
         {
             "vocab_size": VOCAB_SIZE,
@@ -34,7 +38,7 @@ def llama_of(
 
 
 def llama(content: JsonObject) -> nn.Module:
-    """Return a Llama of this config.json, the same weights in every process."""
+    """Return a Llama by the content of a config.json; its weights are the same in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**content)

@@ -2,11 +2,11 @@
 
     model                                                  arguments    action
     not switched to this engine's attention                a shard      refuse: it would treat it as a whole sequence
-    switched                                               a shard      refuse if the forward bypasses our hooks
-    any                                                    no shard     call it
+    switched                                               a shard      refuse if the forward bypasses the hooks
+    any                                                    no shard     call the model
 
-The loader marks shards and remembers the latest ones (`note_shard`). The check looks at the arguments of each call of a
-`PreTrainedModel`, once or twice per forward. Calls inside compiled code are not checked.
+The loader marks shards and remembers the latest ones (`remember_shard`). The arguments of each call of a
+`PreTrainedModel` are checked, once or twice per forward. Calls inside compiled code are not checked.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from ds_hetero.engine.forward_mode import expecting_sharded_forward
 from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import BatchError
 from ds_hetero.frameworks.transformers.attention import NAME
+from ds_hetero.runtime.data.recent_shards import clear_recent_shards, is_shard
 from ds_hetero.runtime.data.shard_info import is_part
-from ds_hetero.runtime.data.shards import forget_shards, is_shard
 
 
 def install(patches: Patches) -> None:
     """Check the arguments of every call of a `PreTrainedModel`."""
-    patches.add(PreTrainedModel, "__call__", _call)
-    patches.on_undo(forget_shards)
+    patches.add(PreTrainedModel, "__call__", _checked_call)
+    patches.on_undo(clear_recent_shards)
 
 
-def _call(model: PreTrainedModel, *args: object, **kwargs: object) -> object:
+def _checked_call(model: PreTrainedModel, *args: object, **kwargs: object) -> object:
+    """Replace ``PreTrainedModel.__call__``. Raises `BatchError`: a model that is not split was given a shard."""
     if torch.compiler.is_compiling():
         return nn.Module.__call__(model, *args, **kwargs)
     arguments = (*args, *kwargs.values())

@@ -1,12 +1,14 @@
-"""The engine checks itself: a short piece of a batch runs whole and sharded through the user's model.
+"""The self-check: run a short piece of a batch whole and sharded through the user's model, and compare the two runs.
 
-piece        the short batch, of the batch's own keys, and what it can show that those before it could not
-recorded_run outputs of all modules, and the gradients at them, of one run that leaves no trace
-parameter_gradients  gradients of parameters, projected on few numbers
-runs         the runs that are compared: of one piece, whole and sharded
-training_mode  whether the model computes something else in training than in evaluation
-comparison   errors by token and module, against the model's own rounding
-check        what all ranks do together, and the verdict
+features               finds features of a batch; a batch with new features is checked
+piece                  cuts the piece out of a batch
+runs                   runs the piece whole and sharded
+recorded_run           records the outputs of all modules, and the gradients at the outputs, in one run
+traceless              runs the model without changing it
+parameter_gradients    projects gradients of parameters on a few numbers
+comparison             computes errors by token and module, relative to the model's rounding noise
+training_mode          detects models that compute something else in training than in evaluation
+check                  agrees with all ranks on the steps above, and refuses a model whose runs differ
 """
 
 from ds_hetero.frameworks.transformers.self_check.check import SelfCheck, check_batch

@@ -24,23 +24,27 @@ from ds_hetero.frameworks.transformers.self_check.piece import real_tokens, wind
 from ds_hetero.frameworks.transformers.self_check.recorded_run import RecordedRun, record_run
 from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.batch_documents import with_documents
 from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, PlacedBatch, model_inputs, place, read_batch
-from ds_hetero.runtime.data.whole_batches import with_documents
 from ds_hetero.runtime.loss import cross_entropy_sum, has_loss_of_batch, sequence_parallel_loss
 from ds_hetero.values.placement import stream_placement
 
-# Relative change of embeddings between two pairs of runs; chosen, never measured. Large enough that tokens which were a
-# tie between two experts in one pair are none in the next.
+# Relative change of embeddings between two pairs of runs. Chosen, never measured: it is large enough that a tie between
+# two experts in one pair of runs is no tie in the next.
 _TIE_BREAK = 0.05
 
 
 class Runs:
-    """Unsharded and sharded runs of one piece.
+    """Runs one piece unsharded and sharded.
 
     Args:
         piece: the same on every rank.
-        module: the module that runs; None for the whole trained module.
+        module: the module that runs; None for the trained module.
+
+    Attributes:
+        local_tokens: the tokens that this rank computes in a sharded run.
+        device: of the model.
     """
 
     def __init__(self, model: ShardedModel, piece: Batch, module: nn.Module | None = None) -> None:
@@ -58,22 +62,30 @@ class Runs:
         # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
         self._gradient_scale = dist.get_world_size() / replica.num_replicas
         self._parameters = compared_parameters(self._module, self._trained_part(), model.num_comparisons)
-        self._options = {"use_cache": False} if _takes_use_cache(model, self._module) else {}
+        self._options = {"use_cache": False} if _takes_use_cache(model, self._module) else {}  # further arguments
 
-    def pair(self, seed: int | None) -> tuple[RecordedRun, RecordedRun]:
-        """Run the piece whole and sharded. With a seed, both runs get the same random change of their embeddings."""
+    def run_pair(self, seed: int | None) -> tuple[RecordedRun, RecordedRun]:
+        """Run the piece whole and sharded.
+
+        Args:
+            seed: of a random change of the embeddings, the same in both runs; None for no change.
+        """
         if seed is None:
-            return self.whole(None), self._sharded(None)
-        whole = self.whole(self.shake(seed, _TIE_BREAK, None))
-        sharded = self._sharded(self.shake(seed, _TIE_BREAK, self.local_tokens.intervals))
-        return whole, sharded
+            return self.run_whole(None), self._run_sharded(None)
+        whole_run = self.run_whole(self.perturbation(seed, _TIE_BREAK, None))
+        sharded_run = self._run_sharded(self.perturbation(seed, _TIE_BREAK, self.local_tokens.intervals))
+        return whole_run, sharded_run
 
-    def whole(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
-        """Run the unsharded piece, as one process does."""
-        with sharding(False), self._looking():
-            return self._record(self._whole_inputs(), self._shape, self._whole_loss, shake)
+    def run_whole(self, perturb: Callable[[Tensor], Tensor] | None) -> RecordedRun:
+        """Run the unsharded piece, as one process does.
 
-    def shake(
+        Args:
+            perturb: changes the embeddings; None for no change.
+        """
+        with sharding(False), self._window_only():
+            return self._record(self._whole_inputs(), self._shape, self._whole_loss, perturb)
+
+    def perturbation(
         self, seed: int, amplitude: float, intervals: tuple[tuple[int, int], ...] | None
     ) -> Callable[[Tensor], Tensor]:
         """Return a function that multiplies embeddings by random factors between 1 - amplitude and 1 + amplitude.
@@ -84,7 +96,7 @@ class Runs:
             intervals: positions of the tokens of the run; None for all. A rank without tokens runs one dummy token.
         """
 
-        def shake(embeddings: Tensor) -> Tensor:
+        def perturb(embeddings: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(seed)
             uniform = torch.rand((*self._shape, *embeddings.shape[2:]), generator=generator)
             factors = 1 + amplitude * (2 * uniform - 1)
@@ -93,16 +105,18 @@ class Runs:
                 factors = torch.cat(parts, dim=1)
             return embeddings * factors.to(embeddings)
 
-        return shake
+        return perturb
 
-    def _sharded(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
+    def _run_sharded(self, perturb: Callable[[Tensor], Tensor] | None) -> RecordedRun:
+        """Run this rank's shard of the piece; its gradients are scaled like those of an unsharded run."""
         inputs = dict(self._shard) | self._options
         # The loss functions of transformers take ``shift_labels``, but a model calls them only if it gets ``labels``.
-        model_computes_loss = not self._model.shifts_labels_itself and not self._model.own_loss
+        model_loss = self._model.model_loss
+        model_computes_loss = not model_loss.shifts_labels_itself and not model_loss.custom_function
         if "shift_labels" in inputs and model_computes_loss:
             inputs["labels"] = inputs["shift_labels"]
-        with sharding(True), comparing_forwards(), self._looking():
-            run = self._record(inputs, self._shard_shape, self._sharded_loss, shake)
+        with sharding(True), comparing_forwards(), self._window_only():
+            run = self._record(inputs, self._shard_shape, self._sharded_loss, perturb)
         gradients = {place: gradient / self._gradient_scale for place, gradient in run.gradients.items()}
         projections, sizes = self._sums_over_ranks(run)
         return replace(run, gradients=gradients, projections=projections, sizes=sizes)
@@ -125,15 +139,16 @@ class Runs:
         return sums, sizes
 
     def _sharded_loss(self, outputs: Any) -> Tensor | None:
+        """Return the loss of the piece from the outputs for a shard; None if the piece has no labels."""
         labels: Tensor | None = self._shard.get("shift_labels")
         if labels is None:
             return None
-        if self._model.own_loss and has_loss_of_batch(outputs):
+        if self._model.model_loss.custom_function and has_loss_of_batch(outputs):
             loss: Tensor = outputs.loss
             return loss
         num_labels = labels.ne(IGNORE_INDEX).sum()
         mean = getattr(outputs, "loss", None)
-        if self._model.shifts_labels_itself:
+        if self._model.model_loss.shifts_labels_itself:
             loss_sum = cross_entropy_sum(outputs.logits, labels)
         elif mean is None:
             return None
@@ -147,22 +162,29 @@ class Runs:
     def _whole_loss(self, outputs: Any) -> Tensor | None:
         return getattr(outputs, "loss", None)
 
-    def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
-        return record_run(self._module, inputs, shape, loss_of, shake, parameters=self._parameters)
+    def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, perturb: Any) -> RecordedRun:
+        return record_run(self._module, inputs, shape, loss_of, perturb, parameters=self._parameters)
+
+    # `WindowRuns` overrides the following methods.
 
     def _trained_part(self) -> nn.Module:
+        """Return the part of the model whose gradients of parameters are compared."""
         return self._module
 
-    def _looking(self) -> contextlib.AbstractContextManager[None]:
+    def _window_only(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the context, let forwards compute only the window of the piece, if there is one."""
         return contextlib.nullcontext()
 
     def _place(self) -> PlacedBatch:
-        return _placed(self._model, self._piece)
+        """Return the piece, with its tokens divided among the ranks of the replica."""
+        return _place_piece(self._model, self._piece)
 
     def _mark(self, shard: Entries) -> Entries:
+        """Return the shard of the piece; `WindowRuns` notes in it at which position of the batch its window begins."""
         return shard
 
     def _real_tokens(self) -> Tensor:
+        """Return [B, n], True for tokens that are not padding."""
         return real_tokens(self._piece)
 
     def _on_device(self, entry: Any) -> Any:
@@ -172,7 +194,7 @@ class Runs:
 def _takes_use_cache(model: ShardedModel, module: nn.Module) -> bool:
     """Return True if both the model and the module that runs take ``use_cache``.
 
-    The module may be one of the training script around the model, with a signature of its own.
+    They differ if the training script has a module of its own around the model.
     """
     if "use_cache" not in inspect.signature(model.pretrained.forward).parameters:
         return False
@@ -182,7 +204,7 @@ def _takes_use_cache(model: ShardedModel, module: nn.Module) -> bool:
 
 
 class WindowRuns(Runs):
-    """Runs of a model with towers: the full batch, whose text decoder gets a window.
+    """Runs the full batch through a model with towers, and compares a window of the text decoder's inputs.
 
     Args:
         piece: the full batch, the same on every rank.
@@ -211,12 +233,12 @@ class WindowRuns(Runs):
         window = self._window
         return real_tokens(self._piece)[: window.rows, window.start : window.stop].cpu()
 
-    def _looking(self) -> contextlib.AbstractContextManager[None]:
-        return self._model.looking_at(self._window)
+    def _window_only(self) -> contextlib.AbstractContextManager[None]:
+        return self._model.computing_window(self._window)
 
-    def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
+    def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, perturb: Any) -> RecordedRun:
         decoder = self._model.decoder
-        return record_run(self._model.model, inputs, shape, loss_of, shake, decoder, self._parameters)
+        return record_run(self._model.model, inputs, shape, loss_of, perturb, decoder, self._parameters)
 
     def _trained_part(self) -> nn.Module:
         return self._model.decoder
@@ -225,32 +247,32 @@ class WindowRuns(Runs):
         inputs = super()._whole_inputs()
         if self._labels is not None:
             inputs["shift_labels"] = self._on_device(self._labels)
-            inputs["labels"] = None if self._model.shifts_labels_itself else inputs["shift_labels"]
+            inputs["labels"] = None if self._model.model_loss.shifts_labels_itself else inputs["shift_labels"]
         return inputs
 
     def _whole_loss(self, outputs: Any) -> Tensor | None:
-        if self._labels is None or not self._model.shifts_labels_itself:
+        if self._labels is None or not self._model.model_loss.shifts_labels_itself:
             return super()._whole_loss(outputs)
         labels = self._on_device(self._labels)
         mean: Tensor = cross_entropy_sum(outputs.logits, labels) / labels.ne(IGNORE_INDEX).sum()
         return mean
 
 
-def _placed(model: ShardedModel, piece: Batch) -> PlacedBatch:
-    """Place a piece as the model's batches are placed, except that every document is sharded over all groups.
+def _place_piece(model: ShardedModel, piece: Batch) -> PlacedBatch:
+    """Divide a piece among the ranks as the model's batches are, but with every document over all groups of ranks.
 
-    A piece of several rows, or with padding, is sharded by length instead. Placed by documents it would become one row
-    without padding, whose tokens could not be compared with those of the whole run.
+    A piece with several rows, or with padding, is divided by length instead. Placed by documents, it would become one
+    row without padding, whose tokens could not be compared with those of the unsharded run.
     """
     schedule = model.replica.schedule
-    batch = read_batch(model.complete(dict(piece)), keep_labels=not model.moves_labels)
-    if isinstance(model.placer, DocumentPlacer):
+    batch = read_batch(model.complete(dict(piece)), keep_labels=not model.model_loss.moves_labels)
+    if isinstance(model.placement.placer, DocumentPlacer):
         by_documents = with_documents(batch)
         has_one_row = by_documents.batch_size == 1 and len(by_documents.rows) == 1
         if has_one_row and by_documents.length == batch.length:
-            placed = place(model.placer.everywhere, schedule, by_documents)
+            placed = place(model.placement.placer.everywhere, schedule, by_documents)
             info = shard_info(placed.shard(model.replica.rank)["position_ids"])
             assert info is not None
-            model.note_shard(info)
+            model.placement.note_shard(info)
             return placed
     return place(stream_placement, schedule, batch)

@@ -1,7 +1,7 @@
-"""Stages of pipelines made of transformers models: which models can be cut, the cut, and a stage's passes."""
+"""Run a transformers model as stages of a pipeline: check that it can be cut, cut it, and run a stage."""
 
 from ds_hetero.frameworks.transformers.stages.meta import empty_model, is_on_meta
-from ds_hetero.frameworks.transformers.stages.stage_checks import check_cuttable, check_stages, impossible_inners
+from ds_hetero.frameworks.transformers.stages.stage_checks import check_cuttable, check_stages, impossible_stage_kinds
 from ds_hetero.frameworks.transformers.stages.stage_model import StageModel, outputs_with
 
 __all__ = [
@@ -9,7 +9,7 @@ __all__ = [
     "check_cuttable",
     "check_stages",
     "empty_model",
-    "impossible_inners",
+    "impossible_stage_kinds",
     "is_on_meta",
     "outputs_with",
 ]

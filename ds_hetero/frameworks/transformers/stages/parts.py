@@ -2,9 +2,9 @@
 
 transformers lists the modules that a decoder runs, in order, in ``base_model_pp_plan`` of the configuration. Llama's:
 
-    embed_tokens    before the layers, held by the first stage
-    layers          the one nn.ModuleList, divided among the stages
-    norm            after the layers, held by the last stage
+    embed_tokens    before the layers; on the first stage
+    layers          the only nn.ModuleList; divided among the stages
+    norm            after the layers; on the last stage
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.frameworks.transformers.stages.packed_weights import free_constants
 
 
 class Absent(nn.Module):
-    """Placeholder for a module of another stage: returns its input."""
+    """Placeholder for a module of another stage. It returns its input."""
 
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return ``hidden``."""
@@ -30,11 +31,11 @@ NO_PIPELINES = 'Share its sequences by a schedule: leave "parallel": "full" and 
 
 
 class DecoderParts(NamedTuple):
-    """Names of a decoder's modules."""
+    """Names of a decoder's modules, in the order in which it runs them."""
 
-    before: tuple[str, ...]  # of those before the layers, which the first stage holds
-    layers: str  # of the list of layers
-    after: tuple[str, ...]  # of those after the layers, which the last stage holds
+    before: tuple[str, ...]  # modules before the layers, on the first stage
+    layers: str  # the list of layers
+    after: tuple[str, ...]  # modules after the layers, on the last stage
 
 
 def parts_of(pretrained: PretrainedModel) -> DecoderParts:
@@ -60,17 +61,21 @@ def parts_of(pretrained: PretrainedModel) -> DecoderParts:
 
 
 def without_memory(layer: nn.Module) -> nn.Module:
-    """Free the parameters of a layer. It stays on the meta device, so that `with_memory` can bring it back."""
+    """Free the parameters of a layer, and return it. They move to the meta device; `with_memory` brings them back.
+
+    Weights of 4 bits do not come back: `expect_movable` refuses to move layers that have them.
+    """
     for module in layer.modules():
+        free_constants(module)
         for name, parameter in module.named_parameters(recurse=False):
-            # A DTensor's shape is that of the full parameter: the layer is sharded anew when it comes back.
+            # The shape of a DTensor is that of the full parameter, so the layer can be sharded again later.
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     return layer
 
 
 def with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Give the parameters of a layer memory on a device, filled with zeros."""
+    """Give the parameters of a layer memory on a device, filled with zeros, and return the layer."""
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.zeros_like(parameter, device=device)

@@ -8,7 +8,10 @@ from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 
 
 def draws_randomly(pretrained: PretrainedModel) -> bool:
-    """Return True if a training forward draws random numbers, by a dropout module or a rate of the configuration."""
+    """Return True if a training forward draws random numbers.
+
+    It does if a dropout module, or a dropout rate in the configuration, is above 0.
+    """
     for module in pretrained.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return True

@@ -1,11 +1,13 @@
 """Requirements of a transformers model that runs as stages of a pipeline, checked before it is cut.
 
-Stages are right only for a decoder that does nothing but run its parts in order. Short forwards whose layers are
-placeholders test this:
+Stages compute the same as the model only if its decoder does nothing but run its parts in order. This is tested by
+short forwards whose layers are replaced by placeholders:
 
-    hidden states of 1, then of 2      the decoder must return them, and hand its layers the same arguments both times
-    labels                             the loss must be the cross entropy of the logits
-    logits of all words, then of half  each word's logits must not depend on other words (tensor-parallel stages)
+    input                              requirement
+    hidden states of 1, then of 2      the decoder returns them, and passes its layers the same arguments both times
+    labels                             the loss is the cross entropy of the logits
+    logits of the vocabulary, then     the logits of a vocabulary entry do not depend on others (tensor-parallel
+    of its second half                 stages)
 """
 
 from __future__ import annotations
@@ -21,22 +23,29 @@ from ds_hetero.frameworks.transformers.model.model_checks import check_model, he
 from ds_hetero.frameworks.transformers.model.own_loss import own_loss_function
 from ds_hetero.frameworks.transformers.model.rotary_length import depends_on_length
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.frameworks.transformers.stages.adapter_checks import expect_known_adapters
 from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
+from ds_hetero.frameworks.transformers.stages.packed_weights import expect_four_bits
 from ds_hetero.frameworks.transformers.stages.parts import NO_PIPELINES, Absent, DecoderParts, parts_of
-from ds_hetero.frameworks.transformers.stages.tensor_checks import check_tensor_model, check_tensor_stages
+from ds_hetero.frameworks.transformers.stages.tensor_checks import (
+    check_tensor_parallel_degrees,
+    check_tensor_parallel_model,
+)
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.values.plans import Plan
 
 _HEAD = "ForCausalLM"
 _PROBE_TOKENS = 4  # chosen: enough for a causal mask with several rows
-# What a forward without layers may raise in a model that does more than run its parts.
+# Errors of a forward without layers in a model whose decoder does more than run its parts.
 _PROBE_ERRORS = (AttributeError, TypeError, KeyError, RuntimeError)
 
 
 def check_cuttable(model: nn.Module) -> None:
     """Refuse a model that no plan can cut into stages. Raises `ModelError` with the reason."""
+    expect_known_adapters(model)
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
+    expect_four_bits(pretrained)
     if not name.endswith(_HEAD):
         raise ModelError(
             f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can. {NO_PIPELINES}"
@@ -44,8 +53,8 @@ def check_cuttable(model: nn.Module) -> None:
     if loss_function := own_loss_function(pretrained):
         raise ModelError(
             f"{name} has a custom loss function, {loss_function}, which takes the logits and labels of the whole "
-            "batch; pipelines run micro-batches, and add up the cross entropy of tokens. Remove the custom "
-            'model.loss_function, or leave out "parallel": "full": a schedule that shares sequences calls it.'
+            "batch, but pipelines run micro-batches, and add up the cross entropy of tokens. Remove the custom "
+            'model.loss_function, or leave out "parallel": "full"; a schedule that shares sequences calls the function.'
         )
     parts = parts_of(pretrained)
     if is_on_meta(model):
@@ -55,19 +64,20 @@ def check_cuttable(model: nn.Module) -> None:
         _expect_token_loss(pretrained, parts)
 
 
-def impossible_inners(model: nn.Module) -> dict[str, str]:
-    """Return the values of a stage's ``"inner"`` that this model cannot run with, and the reason of each."""
-    reasons = {"tensor": _refusal(_check_cut_words, model), "sequence": _refusal(_check_sharded, model)}
-    return {inner: reason for inner, reason in reasons.items() if reason is not None}
+def impossible_stage_kinds(model: nn.Module) -> dict[str, str]:
+    """Return the kinds of stages (values of ``"inner"``) that this model cannot have, each with the reason."""
+    reasons = {"tensor": _refusal(_check_tensor_parallel, model), "sequence": _refusal(_check_sharded, model)}
+    return {stage_kind: reason for stage_kind, reason in reasons.items() if reason is not None}
 
 
-def _check_cut_words(model: nn.Module) -> None:
-    """Refuse a model whose stages cannot be cut by tensor parallelism, or that mixes the logits of different words.
+def _check_tensor_parallel(model: nn.Module) -> None:
+    """Refuse a model whose stages tensor parallelism cannot shard. Raises `ModelError`.
 
-    The head is replaced by one with constant logits. Logits of the second half of the words must come out the same
-    with and without the first half.
+    One reason is that the model changes the logit of one vocabulary entry by those of others, as a softmax does. To
+    find this out, the head is replaced by one with constant logits. The model must return the same logits for the
+    second half of the vocabulary, with and without the first half.
     """
-    check_tensor_model(model)
+    check_tensor_parallel_model(model)
     pretrained = pretrained_of(model)
     device = default_device()
     parts = parts_of(pretrained)
@@ -87,27 +97,28 @@ def _check_cut_words(model: nn.Module) -> None:
 
     with _without_layers(pretrained.base_model, parts), torch.no_grad():
         try:
-            of_all_words = output_logits(logits)
-            of_second_half = output_logits(logits[..., half:])
+            logits_of_all = output_logits(logits)
+            logits_of_half = output_logits(logits[..., half:])
         except (*_PROBE_ERRORS, IndexError) as error:
             raise ModelError(
-                f"{type(pretrained).__name__} cannot run in tensor-parallel stages: it does not run without its layers "
-                f"on the logits of a part of its words ({type(error).__name__}: {error}). Use stages of one rank or "
-                "sequence."
+                f"{type(pretrained).__name__} cannot run in tensor-parallel stages: ds_hetero could not check that "
+                f"its head works on a shard of the vocabulary ({type(error).__name__}: {error}). Use stages of one "
+                'rank, or "inner": "sequence".'
             ) from None
         finally:
             pretrained.set_submodule(head_name, head)
     # 1e-2 allows for rounding of bf16 logits between -2 and 2; a softmax over words would change them by far more.
-    has_all_words = of_all_words.shape[-1] == words
-    if not has_all_words or not torch.allclose(of_all_words[..., half:], of_second_half, rtol=1e-2, atol=1e-2):
+    has_all_words = logits_of_all.shape[-1] == words
+    if not has_all_words or not torch.allclose(logits_of_all[..., half:], logits_of_half, rtol=1e-2, atol=1e-2):
         raise ModelError(
-            f"{type(pretrained).__name__} cannot run in tensor-parallel stages: its output for a word depends on "
-            "the logits of other words, which other ranks hold. Use stages of one rank or sequence."
+            f"{type(pretrained).__name__} cannot run in tensor-parallel stages: the output logit of a vocabulary entry "
+            "depends on logits of other entries, which other ranks hold. Use stages of one rank, or "
+            '"inner": "sequence".'
         )
 
 
 def _check_sharded(model: nn.Module) -> None:
-    """Refuse a model whose stages cannot be split over the sequence."""
+    """Refuse a model whose stages cannot be split over the sequence. Raises `ModelError`."""
     check_model(model)
     if any(map(depends_on_length, model.modules())):
         raise ModelError(
@@ -117,7 +128,7 @@ def _check_sharded(model: nn.Module) -> None:
 
 
 def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> str | None:
-    """Return the text of the `ModelError` that a check raises, None if the model passes."""
+    """Return the text of the `ModelError` that a check raises; None if the model passes."""
     try:
         check(model)
     except ModelError as error:
@@ -129,40 +140,49 @@ def check_stages(model: nn.Module, plan: Plan) -> None:
     """Refuse a model that cannot be cut as the plan says, or that differs from the model the plan was made for.
 
     Raises:
-        ModelError: the model cannot be cut; with the reason.
-        PlanError: the plan is for a model with other numbers of layers or heads.
+        ModelError: the model cannot be cut, with the reason.
+        PlanError: the plan is for a model with another number of layers or heads.
     """
     check_cuttable(model)
     pretrained = pretrained_of(model)
     layers = getattr(pretrained.base_model, parts_of(pretrained).layers)
     _expect_planned_model(pretrained, plan, len(layers))
-    inners: set[str] = set()
+    stage_kinds: set[str] = set()
     for pipeline in plan.pipelines:
-        inners.update(stage.inner for stage in pipeline.stages)
-    if "sequence" in inners:
+        stage_kinds.update(stage.inner for stage in pipeline.stages)
+    if "sequence" in stage_kinds:
         _check_sharded(model)
-    if "tensor" in inners:
-        _check_cut_words(model)
-        check_tensor_stages(model, plan)
+    if "tensor" in stage_kinds:
+        _check_tensor_parallel(model)
+        check_tensor_parallel_degrees(model, plan)
 
 
 def _expect_planned_model(pretrained: PretrainedModel, plan: Plan, num_layers: int) -> None:
-    planned = plan.model
-    assert planned is not None
+    """Refuse a plan for a model with other numbers of layers, heads or KV heads. Raises `PlanError`."""
+    planned_model = plan.model
+    assert planned_model is not None
     num_heads, num_kv_heads = head_counts(pretrained)
-    if (planned.num_layers, planned.num_heads, planned.num_kv_heads) != (num_layers, num_heads, num_kv_heads):
+    if (planned_model.num_layers, planned_model.num_heads, planned_model.num_kv_heads) != (
+        num_layers,
+        num_heads,
+        num_kv_heads,
+    ):
         raise PlanError(
-            f"the plan is for a model of {planned.num_layers} layers, {planned.num_heads} heads and "
-            f"{planned.num_kv_heads} KV heads; {type(pretrained).__name__} has {num_layers}, {num_heads} and "
+            f"the plan is for a model of {planned_model.num_layers} layers, {planned_model.num_heads} heads and "
+            f"{planned_model.num_kv_heads} KV heads; {type(pretrained).__name__} has {num_layers}, {num_heads} and "
             f"{num_kv_heads}. Make a plan for this model: ds-hetero plan --model <its config.json>."
         )
 
 
 def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) -> None:
-    """Refuse a decoder that changes hidden states outside its parts, or hands its layers more than hidden states."""
+    """Refuse a decoder that changes hidden states outside its parts, or computes more from them for its layers.
+
+    Raises:
+        ModelError: with the reason.
+    """
     decoder = pretrained.base_model
     weight = next(decoder.parameters())
-    # With placeholders for all parts, nothing that is on meta takes part in the forward.
+    # All parts are placeholders, so no tensor on the meta device takes part in the forward.
     device = default_device() if weight.is_meta else weight.device
     hidden_size = pretrained.config.get_text_config().to_dict()["hidden_size"]
     ones = torch.ones(1, _PROBE_TOKENS, hidden_size, dtype=weight.dtype, device=device)
@@ -182,18 +202,19 @@ def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) ->
     if changes_hidden:
         raise ModelError(
             f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder changes the hidden states "
-            f"outside its layers, which the stages after the first would do again or lack. {NO_PIPELINES}"
+            f"outside its layers, which later stages would do again, or not at all. {NO_PIPELINES}"
         )
     # Arguments that follow from positions are the same in both forwards; those computed from hidden states differ.
     if not _equal(arguments[:num_calls], arguments[num_calls:]):
         raise ModelError(
-            f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder hands layers more than "
-            f"hidden states, which the stages after the first would do again or lack. {NO_PIPELINES}"
+            f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder computes arguments of its "
+            "layers from hidden states. Later stages would compute them from other hidden states, or not have them. "
+            f"{NO_PIPELINES}"
         )
 
 
 def _expect_token_loss(pretrained: PretrainedModel, parts: DecoderParts) -> None:
-    """Refuse a model whose loss differs from the cross entropy of its logits, which stages compute."""
+    """Refuse a model whose loss is not the cross entropy of its logits, as stages compute it. Raises `ModelError`."""
     assert isinstance(pretrained, nn.Module)
     weight = next(pretrained.base_model.parameters())
     hidden_size = pretrained.config.get_text_config().to_dict()["hidden_size"]
@@ -204,7 +225,7 @@ def _expect_token_loss(pretrained: PretrainedModel, parts: DecoderParts) -> None
         try:
             outputs = pretrained(inputs_embeds=hidden, position_ids=positions, labels=positions, use_cache=False)
         except (*_PROBE_ERRORS, IndexError):
-            return  # labels need the layers in this model; that the decoder runs without them has been checked
+            return  # this model needs its layers to compute a loss; its decoder was checked before
     loss = getattr(outputs, "loss", None)
     logits = getattr(outputs, "logits", None)
     if not isinstance(loss, Tensor) or not isinstance(logits, Tensor) or logits.shape[1] != _PROBE_TOKENS:
@@ -220,8 +241,8 @@ def _expect_token_loss(pretrained: PretrainedModel, parts: DecoderParts) -> None
         )
 
 
-class _Recording(Absent):
-    """A placeholder for a layer that appends its arguments, without the hidden states, to ``arguments``."""
+class _RecordingLayer(Absent):
+    """A placeholder for a layer. It appends its arguments, without the hidden states, to ``arguments``."""
 
     def __init__(self, arguments: list[list[object]]) -> None:
         super().__init__()
@@ -233,7 +254,7 @@ class _Recording(Absent):
 
 
 class _ConstantHead(nn.Module):
-    """A head that returns the logits it was constructed with."""
+    """A head that always returns the same logits."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -245,7 +266,11 @@ class _ConstantHead(nn.Module):
 
 @contextlib.contextmanager
 def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[object]]]:
-    """Replace the parts of a decoder by placeholders, in training mode; yield the recorded arguments of its layers."""
+    """Inside the context, replace all parts of a decoder by placeholders, and set training mode.
+
+    Yields:
+        A list to which every call of a layer appends its arguments.
+    """
     layers = getattr(decoder, parts.layers)
     real_layers = list(layers)
     real_parts = {name: getattr(decoder, name) for name in (*parts.before, *parts.after)}
@@ -253,7 +278,7 @@ def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[li
     arguments: list[list[object]] = []
     try:
         for index in range(len(layers)):
-            layers[index] = _Recording(arguments)
+            layers[index] = _RecordingLayer(arguments)
         for name in real_parts:
             setattr(decoder, name, Absent())
         decoder.train()  # some decoders, such as those with LayerDrop, do more in training than in evaluation
@@ -268,6 +293,7 @@ def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[li
 
 
 def _equal(a: object, b: object) -> bool:
+    """Return True for equal tensors, for lists of equal elements, and for other objects of the same type."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

@@ -1,17 +1,16 @@
-"""Both phases of HexiScale again and again (arXiv:2409.01143, section 4.4), the best plan of all rounds.
+"""Repeat both phases of HexiScale in rounds (arXiv:2409.01143, section 4.4), and return the best plan of all rounds.
 
-A round has a number of pipelines, a number of groups, and an objective for the first phase. The text enumerates the
-numbers, with groups of their own for every pipeline (k_i): a round judges the plan whose pipelines all have the round's
-number, and the one whose pipelines have whichever number up to it is fastest. The objective follows from the history:
-where gradients took longer than pipelines on the moving average, links between pipelines get as much bandwidth as
-possible, and as little otherwise.
+A round has a number of pipelines, a number of groups per pipeline, and an objective for the first phase. The paper
+enumerates both numbers, and every pipeline may have a different number of groups (k_i). So a round evaluates two plans:
+in one, all pipelines have the round's number of groups; in the other, each pipeline has the fastest number of groups,
+up to the round's number. The objective depends on earlier rounds: if gradients took longer than pipelines on the moving
+average, the bandwidth between pipelines is maximized, otherwise minimized.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
 
 import numpy as np
 
@@ -20,15 +19,15 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
 from ds_hetero.planner.pipeline_search.search import FEW_RANKS
 from ds_hetero.planner.published.hexiscale.partition import partition
-from ds_hetero.planner.published.hexiscale.pipelines import PipelineMaker
-from ds_hetero.planner.published.interface import PublishedPlanner, no_recurrence
+from ds_hetero.planner.published.hexiscale.pipelines import PipelineMaker, TimedPipeline
+from ds_hetero.planner.published.interface import PublishedPlanner, only_alike_layers
 
-ROUNDS = 50  # the paper's, at which its search has usually converged
+ROUNDS = 50  # number of rounds; the paper's value, at which its search has usually converged
 # Left open by the paper: chosen, never measured alone.
-MAX_GROUPS = 4  # of a pipeline
-EVERY_COUNT = 8  # pipelines up to which every number is tried; powers of two above
-DEVICES_PER_PIPELINE = 4  # in large clusters
-DECAY = 0.8  # of the moving averages
+MAX_GROUPS = 4  # most groups of a pipeline
+EVERY_COUNT = 8  # number of pipelines up to which every number is tried; beyond it, powers of two
+DEVICES_PER_PIPELINE = 4  # least mean number of devices of a pipeline, in clusters of more than `EVERY_COUNT` devices
+DECAY = 0.8  # factor by which earlier rounds count less in the moving averages
 
 
 def plan_hexiscale(
@@ -40,11 +39,14 @@ def plan_hexiscale(
     *,
     divide: Callable[..., list[list[int]]] = partition,
 ) -> PlanCandidate | None:
-    """Return HexiScale's plan, judged by the last word of the cost model; None if no round has one that fits.
+    """Return HexiScale's plan, evaluated with exact times; None if no round has a plan that fits.
 
     Args:
-        rounds: of both phases.
-        divide: the first phase, for comparison with another one.
+        samples: global batch.
+        sizes: samples of a micro-batch that are tried.
+        rounds: number of rounds.
+        divide: the first phase, which divides the devices into pipelines; with another function the worth of
+            HexiScale's partition can be measured.
     """
     evaluate = Evaluator(costs, samples, objective)
     speed_V = np.array([device.peak_flops_per_s for device in costs.cluster.devices])
@@ -53,19 +55,19 @@ def plan_hexiscale(
     makers = {size: PipelineMaker(evaluate.cuts, speed_V, bandwidth_VV, size) for size in sizes}
     best: PlanCandidate | None = None
     pipelines_s = gradients_s = 0.0
-    tried = set[tuple[int, int, bool]]()
-    for count, groups in itertools.islice(_rounds(costs.cluster.num_ranks, samples), rounds):
+    rounds_so_far = set[tuple[int, int, bool]]()
+    for num_pipelines, num_groups in itertools.islice(_rounds(costs.cluster.num_ranks, samples), rounds):
         maximize = gradients_s > pipelines_s
-        if (count, groups, maximize) in tried:
+        if (num_pipelines, num_groups, maximize) in rounds_so_far:
             continue
-        tried.add((count, groups, maximize))
-        members = divide(speed_V, bandwidth_VV, count, maximize=maximize)
+        rounds_so_far.add((num_pipelines, num_groups, maximize))
+        members = divide(speed_V, bandwidth_VV, num_pipelines, maximize=maximize)
         for size, make in makers.items():
-            for shapes in _choices(make, members, groups, samples / count / size):
+            for shapes in _choices(make, members, num_groups, samples / num_pipelines / size):
                 plan = evaluate(shapes)
                 if plan is None:
                     continue
-                pipelines_s = DECAY * pipelines_s + (1 - DECAY) * plan.pipelines_s
+                pipelines_s = DECAY * pipelines_s + (1 - DECAY) * plan.slowest_pipeline_s
                 gradients_s = DECAY * gradients_s + (1 - DECAY) * plan.gradients_s
                 if best is None or plan.value < best.value:
                     best = plan
@@ -73,28 +75,38 @@ def plan_hexiscale(
 
 
 def _choices(
-    make: PipelineMaker, members: Sequence[Sequence[int]], groups: int, micro_batches: float
+    make: PipelineMaker, members: Sequence[Sequence[int]], num_groups: int, micro_batches: float
 ) -> Iterator[tuple[Shape, ...]]:
-    """Pipelines of ``groups`` groups, and those with the fastest number of groups up to it for every one of them."""
-    pipelines = len(members)
-    options = [[make(ranks, k, pipelines, micro_batches) for k in range(1, groups + 1)] for ranks in members]
-    equal = [of_pipeline[-1] for of_pipeline in options]
-    own = [min(filter(None, of_pipeline), key=itemgetter(0), default=None) for of_pipeline in options]
-    for made in (equal, own) if own != equal else (equal,):
-        shapes = tuple(each[1] for each in made if each is not None)
-        if len(shapes) == pipelines:
+    """Yield the two plans of a round, see the module's docstring; a plan is left out if a pipeline does not fit.
+
+    Args:
+        members: ranks of every pipeline.
+        num_groups: the round's number of groups.
+        micro_batches: approximate micro-batches of a pipeline.
+    """
+    num_pipelines = len(members)
+    equal_numbers: list[TimedPipeline | None] = []
+    fastest_numbers: list[TimedPipeline | None] = []
+    for ranks in members:
+        options = [make(ranks, k, num_pipelines, micro_batches) for k in range(1, num_groups + 1)]
+        fitting = [option for option in options if option is not None]
+        equal_numbers.append(options[-1])
+        fastest_numbers.append(min(fitting, key=lambda option: option.time_s, default=None))
+    for pipelines in (equal_numbers, fastest_numbers) if fastest_numbers != equal_numbers else (equal_numbers,):
+        shapes = tuple(pipeline.shape for pipeline in pipelines if pipeline is not None)
+        if len(shapes) == num_pipelines:
             yield shapes
 
 
 def _rounds(devices: int, samples: int) -> Iterator[tuple[int, int]]:
-    """Numbers of pipelines and of groups per pipeline, over and over."""
-    most = min(samples, devices if devices <= EVERY_COUNT else devices // DEVICES_PER_PIPELINE)
-    counts = [count for count in range(1, most + 1) if count <= EVERY_COUNT or count & (count - 1) == 0]
+    """Yield numbers of pipelines and of groups per pipeline, without end."""
+    max_pipelines = min(samples, devices if devices <= EVERY_COUNT else devices // DEVICES_PER_PIPELINE)
+    counts = [count for count in range(1, max_pipelines + 1) if count <= EVERY_COUNT or count & (count - 1) == 0]
     return itertools.cycle([(count, groups) for groups in range(1, MAX_GROUPS + 1) for count in counts])
 
 
-def _first(costs: StageCosts, objective: Objective, samples: int, sizes: Sequence[int]) -> PlanCandidate | None:
-    """HexiScale's plan where few devices make it cheap."""
+def _cheap_plan(costs: StageCosts, objective: Objective, samples: int, sizes: Sequence[int]) -> PlanCandidate | None:
+    """Return HexiScale's plan if there are few devices, with which the search is cheap; else None."""
     return plan_hexiscale(costs, objective, samples, sizes) if costs.cluster.num_ranks <= FEW_RANKS else None
 
 
@@ -103,8 +115,8 @@ HEXISCALE = PublishedPlanner(
     title="HexiScale",
     source="arXiv:2409.01143",
     pipelines=plan_hexiscale,
-    first_pipelines=_first,
-    forbids=no_recurrence(
+    first_pipelines=_cheap_plan,
+    forbids=only_alike_layers(
         "its stages are numbers of layers that are alike (appendix A, Eq. 8), and those of {model} are not"
     ),
 )

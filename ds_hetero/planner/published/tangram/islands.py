@@ -1,13 +1,14 @@
-"""Islands: nodes that are alike enough for a parallelizer that knows equal devices only (Tangram, Algorithm 1).
+"""Form islands: groups of similar nodes, for a parallelizer that plans equal devices (Tangram, Algorithm 1).
 
-    clustering  nodes are connected whose compute, memory and memory bandwidth differ by at most tau of the largest;
-                islands are the connected components
+    clustering  two nodes are connected if their compute, memory and memory bandwidth differ by at most tau of the
+                largest; islands are the connected components
     merging     two islands become one as long as the estimated bottleneck of the pipeline over all islands grows by
                 at most a factor; the cheapest pair first
 
-An island is planned as if all its devices were its slowest and had its smallest memory, so merging costs what its
-other devices could have done more. The bottleneck is estimated at perfect balance, where layers go by compute, by
-memory or by its bandwidth: of the sums of each over all islands, the one of which merging takes most decides.
+An island is planned as if all its devices were as slow as its slowest device and had as little memory as its smallest,
+so merging loses speed and memory of the other devices. The bottleneck is estimated at perfect balance, with layers in
+proportion to compute, to memory, or to memory bandwidth. Of these three metrics, the one whose sum over all islands
+shrinks most decides.
 """
 
 from __future__ import annotations
@@ -19,36 +20,37 @@ from dataclasses import dataclass
 from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.cost.stages.stage import Pool, Pools
 
-TAU = 0.2  # of the largest value of a metric
-MERGE = 1.0  # growth of the bottleneck up to which islands are merged; not printed, and at 1 only equal ones are
+TAU = 0.2  # difference of connected nodes, relative to the largest value of a metric
+MERGE = 1.0  # growth of the bottleneck up to which islands are merged; not in the paper; with 1 only equal ones merge
 
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """Devices that are planned as equal ones."""
+    """Devices that are planned as if they were equal."""
 
-    pools: tuple[Pool, ...]  # its nodes, as pools of devices of one kind
-    weakest: int  # kind of its slowest device with the least memory, which stands for all of them
-    totals: tuple[float, float, float]  # of all its devices, at the least of any: FLOP/s, memory and its bytes/s
+    pools: tuple[Pool, ...]  # devices of one kind on one node each
+    weakest: int  # kind of the device with the least memory, then speed; all devices are planned as of this kind
+    totals: tuple[float, float, float]  # number of devices times the smallest FLOP/s, memory and memory bytes/s
 
     @classmethod
     def of(cls, pools: Pools, members: Iterable[Pool]) -> Island:
-        """Return the island of some pools."""
-        chosen = tuple(sorted(members, key=lambda pool: (pool.node, pool.kind)))
-        devices = {pool.kind: pools.kinds[pool.kind].device for pool in chosen}
+        """Return the island of these pools."""
+        island_pools = tuple(sorted(members, key=lambda pool: (pool.node, pool.kind)))
+        devices = {pool.kind: pools.kinds[pool.kind].device for pool in island_pools}  # by kind
         weakest = min(devices, key=lambda kind: (devices[kind].memory_bytes, devices[kind].peak_flops_per_s, kind))
-        count = sum(len(pool.ranks) for pool in chosen)
-        flops, memory, bandwidth = map(min, zip(*map(_metrics, devices.values()), strict=True))
-        return cls(chosen, weakest, (count * flops, count * memory, count * bandwidth))
+        num_devices = sum(len(pool.ranks) for pool in island_pools)
+        flops_per_s, memory_bytes, bytes_per_s = map(min, zip(*map(_metrics, devices.values()), strict=True))
+        totals = (num_devices * flops_per_s, num_devices * memory_bytes, num_devices * bytes_per_s)
+        return cls(island_pools, weakest, totals)
 
     @property
     def flops_per_s(self) -> float:
-        """FLOP/s of all its devices, each counted at the speed of the slowest."""
+        """FLOP/s of all devices, each at the speed of the slowest."""
         return self.totals[0]
 
     @property
     def num_devices(self) -> int:
-        """Devices of all its nodes."""
+        """Number of devices."""
         return sum(len(pool.ranks) for pool in self.pools)
 
 
@@ -64,7 +66,7 @@ def form_islands(pools: Pools, tau: float = TAU, merge: float = MERGE) -> list[I
         sums = [sum(totals) for totals in zip(*(island.totals for island in islands), strict=True)]
         pairs = list(itertools.combinations(islands, 2))
         merged = [Island.of(pools, one.pools + other.pools) for one, other in pairs]
-        growths = [_growth(sums, *pair, together) for pair, together in zip(pairs, merged, strict=True)]
+        growths = [_growth(sums, *pair, merged_pair) for pair, merged_pair in zip(pairs, merged, strict=True)]
         cheapest = min(range(len(pairs)), key=growths.__getitem__)
         if growths[cheapest] > merge:
             break
@@ -73,39 +75,46 @@ def form_islands(pools: Pools, tau: float = TAU, merge: float = MERGE) -> list[I
 
 
 def _growth(sums: Sequence[float], one: Island, other: Island, merged: Island) -> float:
-    """How many times as long the bottleneck takes once two islands are one; ``sums``: totals of all islands.
+    """Return the factor by which the bottleneck grows if two islands become one.
 
-    Islands of 4 and 2 PFLOP/s, of 10 in all, have 3 as one, whose devices all count as its weakest. The bottleneck then
-    takes 10 / (10 - 4 - 2 + 3) = 1.43 times as long.
+    Example: islands of 4 and 2 PFLOP/s, of 10 PFLOP/s in all, have 3 PFLOP/s as one, since all devices count as the
+    weakest. The bottleneck then takes 10 / (10 - 4 - 2 + 3) = 1.43 times as long.
+
+    Args:
+        sums: totals of all islands.
     """
     totals = zip(sums, one.totals, other.totals, merged.totals, strict=True)
-    return max(total / (total - of_one - of_other + of_merged) for total, of_one, of_other, of_merged in totals)
+    return max(
+        total / (total - one_total - other_total + merged_total)
+        for total, one_total, other_total, merged_total in totals
+    )
 
 
 def _metrics(device: DeviceSpec) -> tuple[float, float, float]:
-    """FLOP/s, memory and its bytes/s, by which nodes are alike."""
+    """Return the metrics by which nodes are compared: FLOP/s, bytes of memory, and bytes/s of memory."""
     return device.peak_flops_per_s, device.memory_bytes, device.memory_bytes_per_s
 
 
 def _components(pools: Pools, tau: float) -> list[list[Pool]]:
-    """Connected components of the nodes whose metrics differ by at most ``tau``."""
+    """Return the connected components of pools; two are connected if no metric differs by more than ``tau``.
+
+    The difference is relative to the largest value of the metric in the cluster.
+    """
     metrics = [_metrics(kind.device) for kind in pools.kinds]
     largest = [max(column) for column in zip(*metrics, strict=True)]
 
-    def alike(a: int, b: int) -> bool:
-        pairs = zip(metrics[a], metrics[b], largest, strict=True)
-        return all(abs(x - y) <= tau * most for x, y, most in pairs)
+    def are_similar(a: int, b: int) -> bool:
+        """Whether two kinds of devices are connected."""
+        values = zip(metrics[a], metrics[b], largest, strict=True)
+        return all(abs(value_a - value_b) <= tau * largest_value for value_a, value_b, largest_value in values)
 
-    components: list[set[int]] = []
+    components: list[set[int]] = []  # kinds of devices
     for kind in range(len(metrics)):
-        component, apart = {kind}, []
+        component, separate = {kind}, []
         for other in components:
-            if any(alike(kind, member) for member in other):
+            if any(are_similar(kind, member) for member in other):
                 component |= other
             else:
-                apart.append(other)
-        components = [*apart, component]
-    members = []
-    for component in components:
-        members.append([pool for pool in pools.pools if pool.kind in component])
-    return members
+                separate.append(other)
+        components = [*separate, component]
+    return [[pool for pool in pools.pools if pool.kind in component] for component in components]

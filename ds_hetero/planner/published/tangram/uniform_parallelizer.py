@@ -1,6 +1,6 @@
-"""An inner parallelizer of equal devices: data x pipeline x tensor or sequence parallelism, chosen by trying all.
+"""An inner parallelizer of equal devices: it tries all degrees of data, pipeline, and tensor or sequence parallelism.
 
-Stages are equal over the island, as Megatron-LM has them.
+All stages of an island have equally many devices, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from math import ceil
+from typing import NamedTuple
 
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.pipeline_search.blocks import block_of, sizes_up_to
@@ -15,55 +16,76 @@ from ds_hetero.planner.published.tangram.interface import PartialPlan, Slice, co
 from ds_hetero.planner.published.tangram.islands import Island
 
 
+class _TimedPlan(NamedTuple):
+    """A partial plan, and its time for all micro-batches of a lane."""
+
+    time_s: float
+    plan: PartialPlan
+
+
 class UniformParallelizer:
-    """Tries every data, pipeline, tensor or sequence-parallel degree, and these sizes of micro-batches."""
+    """Plans a slice on an island by trying all degrees of parallelism, see `Parallelizer`.
+
+    Args:
+        samples: global batch.
+        sizes: samples of a micro-batch that are tried.
+    """
 
     def __init__(self, costs: StageCosts, samples: int, sizes: Sequence[int]) -> None:
         self._costs, self._samples, self._sizes = costs, samples, tuple(sizes)
 
     def plan(self, part: Slice, island: Island) -> Sequence[PartialPlan]:
-        """See `Parallelizer.plan`: by period and latency for the micro-batches that a lane then has."""
-        best: dict[tuple[int, int], tuple[float, PartialPlan]] = {}
+        """Return the fastest plan for every degree of data parallelism and size of micro-batches.
+
+        The time is that of a lane's share of the global batch, by period and latency.
+        """
+        best: dict[tuple[int, int], _TimedPlan] = {}
         for size in sizes_up_to(min(len(pool.ranks) for pool in island.pools)):
-            blocks = sum(len(pool.ranks) // size for pool in island.pools)
-            for data, samples in itertools.product(range(1, blocks + 1), self._sizes):
-                stages = min(blocks // data, part.layers)
-                if blocks % data and blocks // data == blocks // (data + 1):
-                    continue  # another lane fits as well
-                if self._samples % (data * samples):
+            num_blocks = sum(len(pool.ranks) // size for pool in island.pools)
+            for num_lanes, samples in itertools.product(range(1, num_blocks + 1), self._sizes):
+                num_stages = min(num_blocks // num_lanes, part.layers)
+                if num_blocks % num_lanes and num_blocks // num_lanes == num_blocks // (num_lanes + 1):
+                    continue  # with one more lane, the lanes would have as many stages
+                if self._samples % (num_lanes * samples):
                     continue
                 for inner in self._costs.inners if size > 1 else ("tensor",):
-                    plan = self._try(part, island.weakest, (data, stages, size), inner, samples)
+                    plan = self._try(part, island.weakest, (num_lanes, num_stages, size), inner, samples)
                     if plan is None:
                         continue
-                    count = self._samples // (data * samples)
-                    time_s = (count - 1) * plan.period_s + plan.latency_s
-                    if (data, samples) not in best or time_s < best[data, samples][0]:
-                        best[data, samples] = time_s, plan
-        return [plan for _, plan in best.values()]
+                    micro_batches = self._samples // (num_lanes * samples)
+                    time_s = (micro_batches - 1) * plan.period_s + plan.latency_s
+                    if (num_lanes, samples) not in best or time_s < best[num_lanes, samples].time_s:
+                        best[num_lanes, samples] = _TimedPlan(time_s, plan)
+        return [timed.plan for timed in best.values()]
 
     def _try(
         self, part: Slice, kind: int, degrees: tuple[int, int, int], inner: str, samples: int
     ) -> PartialPlan | None:
-        """One choice of degrees (lanes, stages, devices of a stage); None if it does not fit."""
-        data, stages, size = degrees
+        """Return the plan with these degrees: lanes, stages of a lane, devices of a stage; None if it does not fit.
+
+        Args:
+            kind: kind of the devices, an index into `Pools.kinds`.
+            inner: how the devices of a stage share its work.
+            samples: samples of a micro-batch.
+        """
+        num_lanes, num_stages, size = degrees
         pool = self._costs.pools.largest[kind]
         block = block_of(pool, size, inner)
-        option = self._costs.stage(kind, size, block.inner, samples, data)
+        option = self._costs.stage(kind, size, block.inner, samples, num_lanes)
         if option is None:
             return None
-        layers = tuple(ceil((part.layers - j) / stages) for j in range(stages))
+        layers = tuple(ceil((part.layers - j) / num_stages) for j in range(num_stages))  # 7 in 3 stages: 3, 2, 2
         link = int(self._costs.cluster.link_class[pool.node, pool.node])
-        hop_s = self._costs.hop_s(link, block, block, samples) if stages > 1 else 0.0
-        seconds, memory = [], []
-        for j, (count, kept) in enumerate(zip(layers, self._costs.kept_by_default(stages), strict=True)):
-            first, last = part.first and j == 0, part.last and j == stages - 1
-            seconds.append(count * option.layer_s + option.extra_s(first, last))
-            memory.append(option.memory_bytes(count, first, last, kept))
-        if max(memory) > option.capacity_bytes:
+        hop_s = self._costs.hop_s(link, block, block, samples) if num_stages > 1 else 0.0
+        stage_s, stage_bytes = [], []
+        for j, (count, in_flight) in enumerate(zip(layers, self._costs.kept_by_default(num_stages), strict=True)):
+            first, last = part.first and j == 0, part.last and j == num_stages - 1
+            stage_s.append(count * option.layer_s + option.extra_s(first, last))
+            stage_bytes.append(option.memory_bytes(count, first, last, in_flight))
+        if max(stage_bytes) > option.capacity_bytes:
             return None
         return PartialPlan(
-            data_parallel=data,
+            data_parallel=num_lanes,
             tensor_parallel=1 if inner == "sequence" else size,
             sequence_parallel=size if inner == "sequence" else 1,
             expert_parallel=1,
@@ -71,8 +93,8 @@ class UniformParallelizer:
             recomputation=self._costs.activation_checkpointing,
             layers=layers,
             micro_batch_size=samples,
-            period_s=max(seconds) + (hop_s if self._costs.hop_in_step else 0.0),
-            latency_s=sum(seconds) + 2 * hop_s * (stages - 1),
-            memory_bytes=max(memory),
+            period_s=max(stage_s) + (hop_s if self._costs.hop_in_step else 0.0),
+            latency_s=sum(stage_s) + 2 * hop_s * (num_stages - 1),
+            memory_bytes=max(stage_bytes),
             output_shape=(samples, self._costs.seq_len, self._costs.model.hidden_size),
         )

@@ -1,6 +1,6 @@
-"""Block attention with log-sum-exp: interchangeable kernels, which of them runs where, and merging of partial results.
+"""Kernels of block attention with log-sum-exp: choose the one that runs best on a device.
 
-A new kernel is a name in `ds_hetero.values.section.KERNEL_NAMES`, a module here and an entry of `KERNELS`.
+To add a kernel, add its name to `ds_hetero.values.section.KERNEL_NAMES`, a module here, and an entry to `KERNELS`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class KernelEntry:
-    """One kernel of the list. Its functions take (device, dtype, head size, soft cap or None) of a block.
+    """An entry of `KERNELS`; ``refusal`` and ``is_slow`` take (device, dtype, head size, soft cap or None) of a block.
 
     Args:
         name: as in `ds_hetero.values.section`.
-        refusal: why the kernel cannot run such a block, or None if it can.
-        is_slow: whether it can, but another kernel that works is to be preferred.
+        make: returns the kernel.
+        refusal: returns why the kernel cannot run such a block; None if it can.
+        is_slow: whether any other kernel that can run such a block is preferred.
     """
 
     name: str
@@ -88,14 +89,14 @@ def select(
         if entry.name == requested:
             return entry.make()
     reasons = {entry.name: entry.refusal(*block) for entry in KERNELS}
-    problem = f"does not work here: {reasons[requested]}" if requested in reasons else "is no kernel"
-    others = "; ".join(f'"{name}": {reason or "works"}' for name, reason in reasons.items())
+    problem = f"does not work here: {reasons[requested]}" if requested in reasons else "is not the name of a kernel"
+    kernels_text = "; ".join(f'"{name}": {reason or "works"}' for name, reason in reasons.items())
     raise ConfigError(
         f'heterogeneity.attention = "{requested}" {problem}. For {dtype} with head size {head_dim} on {device} '
-        f"there are {others}. Name one that works, or leave the key out to get the best of them."
+        f"there are {kernels_text}. Name one that works, or leave the key out to get the best of them."
     )
 
 
 def available(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
-    """Return every kernel's name with None, or with the reason why it does not work for such tensors."""
+    """Return for every kernel, by name, why it cannot run such tensors; None if it can."""
     return {entry.name: entry.refusal(device, dtype, head_dim, None) for entry in KERNELS}

@@ -1,4 +1,10 @@
-"""Attention over a band, computed tile by tile with an operator that only knows simple tiles."""
+"""Compute attention over a band tile by tile, with an operator that accepts simple tiles only.
+
+The visible part of a block is covered by tiles from `ds_hetero.batch.tiles.decompose`, such as full rectangles and
+causal squares. A tile may have several copies along the diagonal, which one call of the operator computes.
+
+Dimension key: B batch, H query heads, G KV heads, Q queries, K keys, D head size.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +16,17 @@ from torch import Tensor
 from ds_hetero.batch.tiles import Band, Tile
 from ds_hetero.runtime.attention.kernels.interface import SavedForward, merge_
 
+# (q, k, v, band) -> (out, lse)
 Forward = Callable[[Tensor, Tensor, Tensor, Band], tuple[Tensor, Tensor]]
+# (dout, saved, band) -> (dq, dk, dv)
 Backward = Callable[[Tensor, SavedForward, Band], tuple[Tensor, Tensor, Tensor]]
 
 
 def forward_by_tiles(attend: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
-    """Attention over everything that ``tiles`` cover, out laid out token-major.
+    """Compute the attention over all ``tiles``: out [B, H, Q, D], token-major in memory, and lse [B, H, Q].
 
     Args:
-        attend: (q, k, v, band) -> (out, lse), for the bands that occur in ``tiles``.
+        attend: the operator, for the bands of the tiles.
         q: [B, H, Q, D].
         k: [B, G, K, D].
         v: [B, G, K, D].
@@ -31,23 +39,24 @@ def forward_by_tiles(attend: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Se
     lse = torch.empty_like(out[..., 0])
     for tile in tiles:
         for (out_tile, lse_tile, q_tile), (k_tile, v_tile) in _copies(tile, (out, lse, q), (k, v)):
-            part = attend(q_tile, k_tile, v_tile, tile.band)
+            out_part, lse_part = attend(q_tile, k_tile, v_tile, tile.band)
             if tile.first:
-                out_tile.copy_(part[0])
-                lse_tile.copy_(part[1])
+                out_tile.copy_(out_part)
+                lse_tile.copy_(lse_part)
             else:
-                merge_(out_tile, lse_tile, *part)
+                merge_(out_tile, lse_tile, out_part, lse_part)
     return out.to(q.dtype), lse
 
 
 def backward_by_tiles(
     attend_backward: Backward, dout: Tensor, saved: SavedForward, tiles: Sequence[Tile]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of the same, from the out and lse of the whole rows; in float32 where tiles had to be added up.
+    """Return the gradients (dq, dk, dv) of the attention over all ``tiles``; in float32 if there are several.
 
     Args:
-        attend_backward: (dout, saved, band) -> (dq, dk, dv), for the bands that occur in ``tiles``.
+        attend_backward: the operator's backward, for the bands of the tiles.
         dout: gradient of the output, like ``saved.out``.
+        saved: with out and lse of the whole rows, so that every tile's backward is exact by itself.
         tiles: from `decompose`.
     """
     if len(tiles) == 1 and tiles[0].copies == 1:
@@ -59,16 +68,17 @@ def backward_by_tiles(
         for of_queries, of_keys in _copies(tile, (dout, q, saved.out, saved.lse, dq), (k, v, dk, dv)):
             dout_tile, q_tile, out_tile, lse_tile, dq_tile = of_queries
             k_tile, v_tile, dk_tile, dv_tile = of_keys
-            part = attend_backward(dout_tile, SavedForward(q_tile, k_tile, v_tile, out_tile, lse_tile), tile.band)
-            dq_tile += part[0]
-            dk_tile += part[1]
-            dv_tile += part[2]
-            del part  # before the next call makes the next one
+            saved_tile = SavedForward(q_tile, k_tile, v_tile, out_tile, lse_tile)
+            dq_part, dk_part, dv_part = attend_backward(dout_tile, saved_tile, tile.band)
+            dq_tile += dq_part
+            dk_tile += dk_part
+            dv_tile += dv_part
+            del dq_part, dk_part, dv_part  # so that the next call can use their memory
     return dq, dk, dv
 
 
 def _token_major(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [B, H, S, D] in the memory order of the operators' outputs, which makes adding them up cheap."""
+    """Return an uninitialised tensor like x [B, H, S, D], token-major in memory as the operators' outputs are."""
     batch_size, heads, tokens, head_dim = x.shape
     return x.new_empty(batch_size, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
 
@@ -76,13 +86,15 @@ def _token_major(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _copies(
     tile: Tile, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Views of ``of_queries`` and ``of_keys`` on the copies of a tile, in as few steps as possible.
+    """Yield views of the rows (of queries) and columns (of keys) that the copies of a tile cover, for call after call.
 
-    Either one copy of every sample at a time, [B, H, rows, D], or every copy of one sample, [copies, H, rows, D].
+    To make few calls, a view has one copy for all samples, [B, H, rows, D], or if there are more copies than samples,
+    all copies for one sample, [copies, H, rows, D].
     """
     batch_size = of_queries[0].shape[0]
     if tile.copies <= batch_size:
-        for start in (copy * tile.step for copy in range(tile.copies)):
+        for copy in range(tile.copies):
+            start = copy * tile.step
             rows = slice(tile.row + start, tile.row + start + tile.rows)
             cols = slice(tile.col + start, tile.col + start + tile.cols)
             yield [x[:, :, rows] for x in of_queries], [x[:, :, cols] for x in of_keys]
@@ -95,6 +107,6 @@ def _copies(
 
 
 def _diagonal(x: Tensor, start: int, size: int, tile: Tile) -> Tensor:
-    """[H, S, ...] -> view [copies, H, size, ...] of the tokens from ``start``, ``start + step`` and so on."""
+    """Return a view [copies, H, size, ...] of x [H, S, ...]: ``size`` tokens from each of start, start + step, ..."""
     stop = start + (tile.copies - 1) * tile.step + size
     return x[:, start:stop].unfold(1, size, tile.step).movedim(-1, 2).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Many blocks in packed tensors: one after the other for kernels that know no better, and lengths for those that do."""
+"""Run operators on packed blocks: one call per block, or for operators that take them, ``cu_seqlens`` of the blocks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def forward_each(
     scores: Scores,
     blocks: PackedBlocks,
 ) -> tuple[Tensor, Tensor]:
-    """`AttentionKernel.forward` of many blocks by one ``forward`` for each."""
+    """Compute `AttentionKernel.forward` of packed blocks by one call of ``forward`` per block."""
     q, k, v = qkv
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    for at_q, at_k, band in blocks.parts():
-        out, lse = forward(q[:, :, at_q], k[:, :, at_k], v[:, :, at_k], scores, band)
+    for queries, keys, band in blocks.parts():
+        out, lse = forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], scores, band)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
@@ -37,17 +37,17 @@ def backward_each(
     scores: Scores,
     blocks: PackedBlocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`AttentionKernel.backward` of many blocks by one ``backward`` for each."""
+    """Compute `AttentionKernel.backward` of packed blocks by one call of ``backward`` per block."""
     parts = []
-    for at_q, at_k, band in blocks.parts():
-        q, out, lse = saved.q[:, :, at_q], saved.out[:, :, at_q], saved.lse[:, :, at_q]
-        block = SavedForward(q, saved.k[:, :, at_k], saved.v[:, :, at_k], out, lse)
-        parts.append(backward(dout[:, :, at_q], block, scores, band))
+    for queries, keys, band in blocks.parts():
+        q, out, lse = saved.q[:, :, queries], saved.out[:, :, queries], saved.lse[:, :, queries]
+        block = SavedForward(q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse)
+        parts.append(backward(dout[:, :, queries], block, scores, band))
     dq, dk, dv = (torch.cat(of_blocks, dim=2) for of_blocks in zip(*parts, strict=True))
     return dq, dk, dv
 
 
 @lru_cache(maxsize=256)
 def boundaries(starts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cumulative lengths as flash-attention reads them."""
+    """Return ``starts`` as flash-attention's ``cu_seqlens``: an int32 tensor on the device."""
     return copied_to(torch.tensor(starts, dtype=torch.int32), device)

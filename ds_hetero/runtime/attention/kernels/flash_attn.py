@@ -1,7 +1,7 @@
-"""The "flash_attn" kernel: the flash-attn package, version 3 on Hopper where it is installed, else version 2.
+"""The "flash_attn" kernel: calls the flash-attn package, version 3 on Hopper if it is installed, else version 2.
 
-Both align windows to the last corner of a block, which expresses every band (`Band.window`), and take soft caps and
-grouped heads. Neither is imported before its first use.
+Both align windows to the lower right corner of a block, which can express every band (`Band.window`), and accept soft
+caps and grouped heads. The package is imported at its first use.
 
 Source: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py (2.7 to 2.8), hopper/flash_attn_interface.py.
 """
@@ -37,9 +37,10 @@ def flash_attn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, 
         return f"flash-attn takes float16 and bfloat16, not {dtype}"
     if head_dim % 8 or head_dim > 256:
         return f"flash-attn takes head sizes that are multiples of 8 up to 256, not {head_dim}"
-    if _version_3(device) is None and isinstance(reason := _version_2(), str):
-        return reason
-    return None
+    if _version_3(device) is not None:
+        return None
+    version_2_or_reason = _version_2()
+    return version_2_or_reason if isinstance(version_2_or_reason, str) else None
 
 
 class FlashAttnKernel:
@@ -48,7 +49,7 @@ class FlashAttnKernel:
     name = "flash_attn"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel`."""
+        """Return (out, lse) of the blocks, see `AttentionKernel`."""
         is_packed, lengths = isinstance(blocks, PackedBlocks), _lengths(blocks, q.device)
         mask, softcap = _mask(window_of_blocks(blocks, q, k)), scores.softcap or 0.0
         tensors = [_token_first(x, is_packed) for x in (q, k, v)]
@@ -69,19 +70,19 @@ class FlashAttnKernel:
     def backward(
         self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel`."""
+        """Return the gradients (dq, dk, dv) of the blocks, see `AttentionKernel`."""
         is_packed, lengths = isinstance(blocks, PackedBlocks), list(_lengths(blocks, dout.device).values())
         mask = (*_mask(window_of_blocks(blocks, saved.q, saved.k)).values(), scores.softcap or 0.0)
         tensors = [_token_first(x, is_packed) for x in (dout, saved.q, saved.k, saved.v, saved.out)]
-        # Read as [B, H, Q] without a look at its strides.
+        # flash-attn reads lse as [B, H, Q] and ignores its strides.
         tensors.append((saved.lse[0] if is_packed else saved.lse).contiguous())
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
         deterministic = torch.are_deterministic_algorithms_enabled()
         if flash := _version_3(dout.device):
-            starts, most = lengths[:2] or [None] * 2, lengths[2:] or [None] * 2
+            cu_seqlens, max_lengths = lengths[:2] or [None] * 2, lengths[2:] or [None] * 2
             no_used_lengths = [None] * 2
             flash._flash_attn_backward(
-                *tensors, *starts, *no_used_lengths, *most, *grads, scores.scale, *mask, deterministic
+                *tensors, *cu_seqlens, *no_used_lengths, *max_lengths, *grads, scores.scale, *mask, deterministic
             )
         else:
             version_2 = _version_2()
@@ -91,18 +92,18 @@ class FlashAttnKernel:
         return dq, dk, dv
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
-        """See `AttentionKernel`."""
+        """Whether one call for many blocks launches fewer kernels than one call per block."""
         return True
 
 
 def _token_first(x: Tensor, is_packed: bool) -> Tensor:
-    """[B, heads, tokens, D] -> [B, tokens, heads, D]; of many blocks, which are of one batch row, without B."""
+    """Transpose [B, heads, tokens, D] to [B, tokens, heads, D]; packed blocks, which have B = 1, come without B."""
     x = x.transpose(1, 2)
     return x[0] if is_packed else x
 
 
 def _lengths(blocks: Blocks, device: torch.device) -> dict[str, Any]:
-    """Return where queries and keys of many blocks begin; nothing for one block."""
+    """Return flash-attn's cu_seqlens and max_seqlen arguments for packed blocks; {} for one block."""
     if not isinstance(blocks, PackedBlocks):
         return {}
     return {
@@ -114,13 +115,17 @@ def _lengths(blocks: Blocks, device: torch.device) -> dict[str, Any]:
 
 
 def _mask(window: tuple[int, int]) -> dict[str, Any]:
+    """Return flash-attn's arguments for a window, as `Band.window` returns it."""
     left, right = window
     return {"causal": window == (-1, 0), "window_size_left": left, "window_size_right": right}
 
 
 @cache
 def _version_3(device: torch.device) -> Any | None:
-    """flash-attn 3, from when its functions became torch operators (July 2025); None off Hopper or without it."""
+    """Return the module of flash-attn 3; None without a Hopper GPU, or if it is not installed.
+
+    A release from before July 2025, whose functions are not torch operators yet, counts as not installed.
+    """
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
     try:
@@ -132,14 +137,14 @@ def _version_3(device: torch.device) -> Any | None:
 
 @cache
 def _version_2() -> Any:
-    """flash-attn 2, or the reason why there is none."""
+    """Return the module of flash-attn 2, or a text that says why it cannot be used."""
     remedy = "pip install 'flash-attn>=2.7' --no-build-isolation"
     try:
         version = importlib.metadata.version("flash-attn")
         if tuple(int(x) for x in version.split(".")[:2]) < (2, 7):
-            return f"needs flash-attn 2.7 or newer, found {version}: {remedy}"
+            return f"flash-attn 2.7 or newer is needed, found {version}: {remedy}"
         return importlib.import_module("flash_attn.flash_attn_interface")
     except importlib.metadata.PackageNotFoundError:
         return f"flash-attn is not installed: {remedy}"
-    except ImportError as error:  # built for another torch
+    except ImportError as error:  # it was built for another torch
         return f"flash-attn {version} cannot be imported ({error}): {remedy}"

@@ -1,7 +1,7 @@
 """Attention in plain torch operations: any device, dtype, head size and soft cap, in bounded memory.
 
-It is slow, and serves where no fused operator does: soft-capped scores on CPU, odd head sizes, the masked corners
-that a decomposition into tiles leaves over.
+It is slow, and used where no fused operator works: soft-capped scores on CPU, odd head sizes, the masked corners that a
+decomposition into tiles leaves.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores, merge_
 
-_QUERIES, _KEYS = 256, 1024  # the part of the score matrix in memory, per sample and head; chosen, never measured
+# Size of the part of the score matrix that is in memory, per sample and head. Chosen, never measured.
+_QUERIES, _KEYS = 256, 1024
 
 
 def band_mask(band: Band, queries: range, keys: range, device: torch.device) -> Tensor | None:
-    """Visible keys, [queries, keys] as booleans; None if everything is visible."""
+    """Return which keys are visible, as booleans [queries, keys]; None if all are."""
     lo = -torch.inf if band.lo is None else band.lo
     hi = torch.inf if band.hi is None else band.hi
     if lo <= keys.start - (queries.stop - 1) and keys.stop - 1 - queries.start <= hi:
@@ -30,7 +31,7 @@ def band_mask(band: Band, queries: range, keys: range, device: torch.device) -> 
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
-    """`AttentionKernel.forward` in float32 (float64 for float64 inputs), out laid out token-major."""
+    """Compute `AttentionKernel.forward` in float32 (float64 for float64 inputs); out is token-major in memory."""
     wide = torch.promote_types(q.dtype, torch.float32)
     batch_size, heads, num_queries, head_dim = q.shape
     out = q.new_zeros(batch_size, num_queries, heads, head_dim, dtype=wide).transpose(1, 2)
@@ -45,7 +46,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -
 
 
 def plain_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
-    """`AttentionKernel.backward`; gradients in float32 (float64 for float64 inputs)."""
+    """Compute `AttentionKernel.backward`; the gradients are float32 (float64 for float64 inputs)."""
     q, k, v, softcap = saved.q, saved.k, saved.v, scores.softcap
     wide = saved.lse.dtype
     dq, dk, dv = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
@@ -59,15 +60,15 @@ def plain_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band
         if softcap is not None:  # the derivative of the cap; a hidden score is -inf, and its probability 0
             ds_part *= 1 - (s_part.clamp(min=-softcap) / softcap).square()
         dq[:, :, rows] += _per_kv_head(ds_part, k_part) * scores.scale
-        dk[:, :, cols] += _sum_of_group(ds_part, q_part, k.shape[1]) * scores.scale
-        dv[:, :, cols] += _sum_of_group(probs, dout_part, k.shape[1])
+        dk[:, :, cols] += _sum_per_kv_head(ds_part, q_part, k.shape[1]) * scores.scale
+        dv[:, :, cols] += _sum_per_kv_head(probs, dout_part, k.shape[1])
     return dq, dk, dv
 
 
 def _parts(
     band: Band, num_queries: int, num_keys: int, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, keys, mask) of the parts of a block in which something is visible."""
+    """Yield (queries, keys, mask) of each part of a block in which a key is visible."""
     lo, hi = band.bounds(num_queries, num_keys)
     for row in range(0, num_queries, _QUERIES):
         rows = range(row, min(row + _QUERIES, num_queries))
@@ -78,7 +79,7 @@ def _parts(
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """[B, H, Q, K], -inf where ``mask`` hides a key."""
+    """Return the scores [B, H, Q, K]; -inf for keys that ``mask`` hides."""
     s = _per_kv_head(q, k.mT) * scores.scale
     if scores.softcap is not None:
         s = scores.softcap * torch.tanh(s / scores.softcap)
@@ -86,19 +87,19 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Tensor
 
 
 def _softmax(s: Tensor, lse: Tensor) -> Tensor:
-    """exp(s - lse), and 0 rather than NaN where a query sees nothing of this part."""
+    """Return exp(s - lse); 0, not NaN, for a query that sees no key of this part."""
     return torch.exp(s - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
 def _per_kv_head(x: Tensor, of_keys: Tensor) -> Tensor:
-    """Return product x @ of_keys, [B, H, Q, a] @ [B, G, a, b] -> [B, H, Q, b], each group of heads with its KV head."""
+    """Multiply each group of query heads with its KV head: [B, H, Q, a] @ [B, G, a, b] -> [B, H, Q, b]."""
     batch_size, heads, num_queries, _ = x.shape
     grouped = x.reshape(batch_size, of_keys.shape[1], -1, x.shape[-1])
     return (grouped @ of_keys).view(batch_size, heads, num_queries, -1)
 
 
-def _sum_of_group(x: Tensor, of_queries: Tensor, num_kv_heads: int) -> Tensor:
-    """Product x.T @ of_queries, [B, H, Q, K] and [B, H, Q, D] -> [B, G, K, D], summed over each group of heads."""
+def _sum_per_kv_head(x: Tensor, of_queries: Tensor, num_kv_heads: int) -> Tensor:
+    """Multiply x.T @ of_queries, [B, H, Q, K] and [B, H, Q, D], and sum over each group of heads: [B, G, K, D]."""
     x = x.reshape(x.shape[0], num_kv_heads, -1, x.shape[-1])  # [B, G, H / G * Q, K]
     of_queries = of_queries.reshape(of_queries.shape[0], num_kv_heads, -1, of_queries.shape[-1])
     return x.mT @ of_queries

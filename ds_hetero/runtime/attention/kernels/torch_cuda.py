@@ -1,7 +1,7 @@
-"""torch's own fused operators on CUDA: flash for fp16 and bf16 from Ampere on, memory-efficient for the rest.
+"""Call torch's fused attention operators on CUDA: flash for fp16 and bf16 on Ampere and newer, else memory-efficient.
 
-Both are the operators behind ``scaled_dot_product_attention``, called directly because only so they take a window and
-hand out the log-sum-exp. They read [B, tokens, heads, D].
+These are the operators behind ``scaled_dot_product_attention``. They are called directly, because only then they accept
+a window and return the log-sum-exp. They read [B, tokens, heads, D].
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Block
     """`AttentionKernel.forward` without a soft cap."""
     is_packed = isinstance(blocks, PackedBlocks)
     left, right = window_of_blocks(blocks, q, k)
-    q, k, v = (_token_first(x)[0] if is_packed else _token_first(x) for x in (q, k, v))
+    q, k, v = (_as_flash_reads(x, is_packed) for x in (q, k, v))
     out, lse, *_ = _aten._flash_attention_forward(
         *(q, k, v),
         *_lengths(blocks, q, k),
         0.0,
-        False,  # causal; the window says it, as in the operator itself
-        False,
+        False,  # is_causal; the window has it
+        False,  # return_debug_mask
         scale=scores.scale,
         window_size_left=left,
         window_size_right=right,
@@ -62,11 +62,11 @@ def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, blocks: Bl
     is_packed = isinstance(blocks, PackedBlocks)
     left, right = window_of_blocks(blocks, saved.q, saved.k)
     tensors = (dout, saved.q, saved.k, saved.v, saved.out)
-    dout, q, k, v, out = (_token_first(x)[0] if is_packed else _token_first(x) for x in tensors)
-    no_dropout = q.new_empty(2, dtype=torch.uint64)  # a state of the random generator, which nothing reads
+    dout, q, k, v, out = (_as_flash_reads(x, is_packed) for x in tensors)
+    no_dropout = q.new_empty(2, dtype=torch.uint64)  # a state of the random generator, which is not read
     grads = _aten._flash_attention_backward(
         *(dout, q, k, v, out),
-        (saved.lse[0] if is_packed else saved.lse).contiguous(),  # read as [B, H, Q] without a look at strides
+        (saved.lse[0] if is_packed else saved.lse).contiguous(),  # the operator reads [B, H, Q] and ignores strides
         *_lengths(blocks, q, k),
         0.0,
         False,
@@ -81,7 +81,11 @@ def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, blocks: Bl
 
 
 def _lengths(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Where queries and keys of many blocks begin, None of one, and the tokens of the longest; q and k by token."""
+    """Return cu_seqlens of queries and of keys (None for a single block), and their largest numbers in a block.
+
+    Args:
+        q: with tokens in dimension 1, as ``k``.
+    """
     if not isinstance(blocks, PackedBlocks):
         return None, None, q.shape[1], k.shape[1]
     starts = boundaries(blocks.queries, q.device), boundaries(blocks.keys, q.device)
@@ -130,12 +134,12 @@ def efficient_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: 
             k,
             v,
             None,
-            out.contiguous(),  # the operator takes its token stride for heads * D
+            out.contiguous(),  # the operator assumes that its token stride is heads * D
             None,
             None,
             q.shape[1],
             k.shape[1],
-            # As its forward pads it; where nothing is padded it has the strides of a tile of all rows, by token first.
+            # Padded as the operator's forward does; contiguous, since lse may be a view of the whole rows' lse.
             F.pad(saved.lse, (0, -q.shape[1] % 32), value=torch.inf).contiguous(),
             0.0,
             no_dropout,
@@ -150,13 +154,16 @@ def efficient_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: 
     return backward_by_tiles(attend_backward, dout, saved, _efficient_tiles(saved.q, saved.k, band))
 
 
-# The operator also knows windows, but its backward counts them from another diagonal than its forward unless the block
-# is square. ``CustomMaskType`` in torch's sdp_utils_cpp.h.
+# Values of ``CustomMaskType`` in torch's sdp_utils_cpp.h. The operator accepts windows as well, but its backward counts
+# them from another diagonal than its forward unless the block is square.
 _MASK_TYPES = {FULL: 0, CAUSAL: 1}
 
 
 def _efficient_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
-    """Full rectangles and causal squares as large as can be; a lower edge in masked squares of 256 for plain torch."""
+    """Return the tiles of a block: large full rectangles and causal squares; masked squares of 256 on a lower edge.
+
+    The masked squares are computed in plain torch.
+    """
     num_queries, num_keys = q.shape[2], k.shape[2]
     if band == CAUSAL and num_queries == num_keys:
         return (Tile(0, 0, num_queries, num_keys, CAUSAL, True),)
@@ -164,12 +171,18 @@ def _efficient_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """The operator does not know grouped heads."""
+    """Repeat KV heads for their query heads, since the operator does not accept grouped heads."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _token_first(x: Tensor) -> Tensor:
-    """[B, heads, tokens, D] -> [B, tokens, heads, D] as both operators read it: rows of D numbers, 16-byte aligned."""
+    """Transpose [B, heads, tokens, D] to [B, tokens, heads, D]; copy it if rows are not dense and 16-byte aligned."""
     x = x.transpose(1, 2)
     aligned = x.stride(-1) == 1 and not any(s * x.element_size() % 16 for s in x.stride()[:-1])
     return x if aligned and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _as_flash_reads(x: Tensor, is_packed: bool) -> Tensor:
+    """Transpose [B, heads, tokens, D] to [B, tokens, heads, D]; packed blocks, which have B = 1, come without B."""
+    x = _token_first(x)
+    return x[0] if is_packed else x

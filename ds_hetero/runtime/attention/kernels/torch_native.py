@@ -1,8 +1,8 @@
-"""The "torch" kernel: what torch itself brings along, on every device.
+"""The "torch" kernel: runs torch's own attention operators, on every device.
 
-CPU      the flash operator, by tiles (`cpu_flash`)
-CUDA     flash for fp16 and bf16 from Ampere on, else memory-efficient (`torch_cuda`)
-else     plain operations, correct and slow: soft-capped scores, odd head sizes on CUDA, other devices
+CPU      the flash operator, tile by tile (`cpu_flash`)
+CUDA     flash for fp16 and bf16 on Ampere and newer GPUs, else memory-efficient (`torch_cuda`)
+others   plain operations, correct and slow: soft-capped scores, odd head sizes on CUDA, other devices
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def torch_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softc
 
 
 def torch_is_slow(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
-    """Whether none of torch's fused operators takes such a block."""
+    """Whether torch has no fused operator for such a block."""
     return _operators(device, dtype, head_dim, softcap) is _PLAIN
 
 
 class TorchKernel:
-    """torch's fused operators where they apply, plain torch operations where none does."""
+    """Runs torch's fused operators where they apply, and plain torch operations otherwise."""
 
     name = "torch"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel`."""
+        """Return (out, lse) of the blocks, see `AttentionKernel`."""
         operators = _operators(q.device, q.dtype, q.shape[-1], scores.softcap)
         if isinstance(blocks, PackedBlocks) and operators is not _FLASH:
             return forward_each(operators.forward, (q, k, v), scores, blocks)
@@ -52,19 +52,19 @@ class TorchKernel:
     def backward(
         self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel`."""
+        """Return the gradients (dq, dk, dv) of the blocks, see `AttentionKernel`."""
         operators = _operators(dout.device, saved.q.dtype, saved.q.shape[-1], scores.softcap)
         if isinstance(blocks, PackedBlocks) and operators is not _FLASH:
             return backward_each(operators.backward, dout, saved, scores, blocks)
         return operators.backward(dout, saved, scores, blocks)
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
-        """See `AttentionKernel`."""
+        """Whether one call for many blocks launches fewer kernels than one call per block."""
         return _operators(q.device, q.dtype, q.shape[-1], scores.softcap) is _FLASH
 
 
 class _Operators(NamedTuple):
-    """Forward and backward of one block; `_FLASH` takes many at a time."""
+    """Forward and backward of one block; those of `_FLASH` also compute many blocks in one call."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]

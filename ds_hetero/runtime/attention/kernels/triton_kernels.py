@@ -1,13 +1,16 @@
 """Flash attention of a block, forward and backward, as Triton kernels; launched by `triton_native`.
 
-Every program holds one block of queries (of keys, in the kernel for dK and dV) and walks along the band: first the
-blocks that the band's edge crosses, then those that are wholly visible and need no mask, then edge again. What lies
-outside the band is not visited. Scores are kept as multiples of log 2, so that exp2 serves: ``inner`` and ``outer`` are
-``scale * log2(e)`` and 0 without a soft cap, and ``scale / softcap`` and ``softcap * log2(e)`` with one.
+Every program has one block of queries (of keys, in the kernel for dK and dV) and loops along the band: first over the
+blocks that the band's edge crosses, then over those that are completely visible and need no mask, then over the other
+edge. Blocks outside the band are skipped. Scores are multiplied by log2(e), so that exp2 can be used:
 
-A launch computes one block, or with MANY all blocks that lie one behind the other in packed tensors. Then TABLE tells
-each program in seven integers which it works on: its first query (or key) in its block, where the block's queries and
-keys begin, how many they are, and the band.
+                       score_scale          cap_scale
+    without soft cap   scale * log2(e)      0
+    with soft cap      scale / softcap      softcap * log2(e)
+
+A launch computes one block, or with MANY all blocks in packed tensors. Then TABLE has seven integers for each program,
+see `triton_native`: its first query (or key) in its block, the start and number of the block's queries and keys, and
+the band.
 
 All tensors are read as [B, heads, tokens, D] with D consecutive and any other strides; lse and delta are contiguous
 [B, H, Q]. Everything is accumulated in float32.
@@ -32,7 +35,7 @@ _SIZES = [
 
 @triton.jit
 def _load(base, tokens, stride, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
-    """[len(tokens), BLOCK_D], zero beyond HEAD_DIM and, on an edge, beyond the last token."""
+    """Load [len(tokens), BLOCK_D]; zero beyond HEAD_DIM and, on an edge, beyond the last token."""
     dims = tl.arange(0, BLOCK_D)
     pointers = base + tokens[:, None].to(tl.int64) * stride + dims[None, :]
     if EDGE:
@@ -51,54 +54,57 @@ def _store(base, values, tokens, stride, num_tokens, HEAD_DIM: tl.constexpr, BLO
 
 
 @triton.jit
-def _scores(a, b, inner, outer, SOFTCAP: tl.constexpr):
-    """Scores of the rows of ``a`` against the rows of ``b``, times log2(e)."""
-    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * inner
+def _scores(a, b, score_scale, cap_scale, SOFTCAP: tl.constexpr):
+    """Return the scores of the rows of ``a`` against the rows of ``b``, times log2(e)."""
+    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * score_scale
     if SOFTCAP:
-        scores = outer * (2 * tl.sigmoid(2 * scores) - 1)  # tanh
+        scores = cap_scale * (2 * tl.sigmoid(2 * scores) - 1)  # tanh
     return scores
 
 
 @triton.jit
 def _visible(queries, keys, num_queries, num_keys, lo, hi):
-    """Whether the band shows it, for indices that broadcast against each other."""
+    """Whether a key is in the band of a query, for indices that broadcast against each other."""
     diagonal = keys - queries
     return (diagonal >= lo) & (diagonal <= hi) & (queries < num_queries) & (keys < num_keys)
 
 
 @triton.jit
 def _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Keys that a block of queries visits, as (start, start of the wholly visible, their stop, stop)."""
+    """Return the keys that a block of queries loops over: (start, start of the visible blocks, their stop, stop)."""
     last_query = tl.minimum(first_query + BLOCK_Q, num_queries) - 1
     start = tl.maximum(first_query + lo, 0) // BLOCK_K * BLOCK_K
     stop = tl.minimum(last_query + hi + 1, num_keys)
-    unmasked = tl.cdiv(tl.maximum(last_query + lo, 0), BLOCK_K) * BLOCK_K
+    unmasked_start = tl.cdiv(tl.maximum(last_query + lo, 0), BLOCK_K) * BLOCK_K
     unmasked_stop = tl.minimum(first_query + hi + 1, num_keys) // BLOCK_K * BLOCK_K
-    unmasked = tl.minimum(unmasked, stop)
-    return start, unmasked, tl.maximum(unmasked, unmasked_stop), stop
+    unmasked_start = tl.minimum(unmasked_start, stop)
+    return start, unmasked_start, tl.maximum(unmasked_start, unmasked_stop), stop
 
 
 @triton.jit
 def _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Queries that a block of keys is visited by, likewise."""
+    """Return the queries that a block of keys loops over: (start, start of the visible blocks, their stop, stop)."""
     last_key = tl.minimum(first_key + BLOCK_K, num_keys) - 1
     start = tl.maximum(first_key - hi, 0) // BLOCK_Q * BLOCK_Q
     stop = tl.minimum(last_key - lo + 1, num_queries)
-    unmasked = tl.cdiv(tl.maximum(last_key - hi, 0), BLOCK_Q) * BLOCK_Q
+    unmasked_start = tl.cdiv(tl.maximum(last_key - hi, 0), BLOCK_Q) * BLOCK_Q
     unmasked_stop = tl.minimum(first_key - lo + 1, num_queries) // BLOCK_Q * BLOCK_Q
-    unmasked = tl.minimum(unmasked, stop)
-    return start, unmasked, tl.maximum(unmasked, unmasked_stop), stop
+    unmasked_start = tl.minimum(unmasked_start, stop)
+    return start, unmasked_start, tl.maximum(unmasked_start, unmasked_stop), stop
 
 
 @triton.jit
 def _phase(bounds, PHASE: tl.constexpr):
-    """Return where the walk's first edge (0), wholly visible part (1) and second edge (2) start and stop."""
+    """Return start and stop of one of the loop's parts: first edge (0), visible blocks (1), second edge (2)."""
     return bounds[PHASE], bounds[PHASE + 1]
 
 
 @triton.jit
-def _place(TABLE, BLOCK: tl.constexpr, num_queries, num_keys, lo, hi, MANY: tl.constexpr):
-    """Place that this program works on: (first token, first query and key of the block, queries, keys, lo, hi)."""
+def _work_of_program(TABLE, BLOCK: tl.constexpr, num_queries, num_keys, lo, hi, MANY: tl.constexpr):
+    """Return this program's work: its first token in its block, and the block's sizes and band.
+
+    These are the block's first query, first key, number of queries, number of keys, and lo and hi of its band.
+    """
     if MANY:
         entry = TABLE + tl.program_id(0) * 7
         q_start, k_start = tl.load(entry + 1).to(tl.int64), tl.load(entry + 3).to(tl.int64)
@@ -113,13 +119,13 @@ def forward_kernel(
     Q, K, V, OUT, LSE, TABLE,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_ob, stride_oh, stride_o,
-    num_heads, group, num_rows, num_queries, num_keys, lo, hi, inner, outer,
+    num_heads, group, num_rows, num_queries, num_keys, lo, hi, score_scale, cap_scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
     MANY: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, H, Q, D] and LSE [B, H, Q] of a block; programs (blocks of queries, B * H)."""
-    place = _place(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
-    first_query, q_start, k_start, num_queries, num_keys, lo, hi = place
+    """Compute OUT [B, H, Q, D] and LSE [B, H, Q] of a block, on a grid (blocks of queries, B * H)."""
+    work = _work_of_program(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
+    first_query, q_start, k_start, num_queries, num_keys, lo, hi = work
     sample = (tl.program_id(1) // num_heads).to(tl.int64)
     head = (tl.program_id(1) % num_heads).to(tl.int64)
     Q += sample * stride_qb + head * stride_qh + q_start * stride_q
@@ -136,7 +142,7 @@ def forward_kernel(
         for first_key in range(start, stop, BLOCK_K):
             keys = first_key + tl.arange(0, BLOCK_K)
             k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
-            scores = _scores(q, k, inner, outer, SOFTCAP)
+            scores = _scores(q, k, score_scale, cap_scale, SOFTCAP)
             if phase != 1:
                 visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
                 scores = tl.where(visible, scores, -float("inf"))
@@ -164,7 +170,7 @@ def delta_kernel(
     num_heads, num_queries,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """DELTA [B, H, Q] = rowsum(out * dout); programs (blocks of queries, B * H)."""
+    """Compute DELTA [B, H, Q] = rowsum(out * dout), on a grid (blocks of queries, B * H)."""
     sample = (tl.program_id(1) // num_heads).to(tl.int64)
     head = (tl.program_id(1) % num_heads).to(tl.int64)
     queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -179,13 +185,13 @@ def dq_kernel(
     Q, K, V, DOUT, LSE, DELTA, DQ, TABLE,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
-    num_heads, group, num_rows, num_queries, num_keys, lo, hi, inner, outer, scale,
+    num_heads, group, num_rows, num_queries, num_keys, lo, hi, score_scale, cap_scale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
     MANY: tl.constexpr,
 ):  # fmt: skip
-    """DQ [B, H, Q, D] in float32; programs (blocks of queries, B * H)."""
-    place = _place(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
-    first_query, q_start, k_start, num_queries, num_keys, lo, hi = place
+    """Compute DQ [B, H, Q, D] in float32, on a grid (blocks of queries, B * H)."""
+    work = _work_of_program(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
+    first_query, q_start, k_start, num_queries, num_keys, lo, hi = work
     sample = (tl.program_id(1) // num_heads).to(tl.int64)
     head = (tl.program_id(1) % num_heads).to(tl.int64)
     Q += sample * stride_qb + head * stride_qh + q_start * stride_q
@@ -207,14 +213,14 @@ def dq_kernel(
             keys = first_key + tl.arange(0, BLOCK_K)
             k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
             v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
-            scores = _scores(q, k, inner, outer, SOFTCAP)
+            scores = _scores(q, k, score_scale, cap_scale, SOFTCAP)
             probs = tl.exp2(scores - lse[:, None])
             if phase != 1:
                 visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
                 probs = tl.where(visible, probs, 0.0)
             dscores = probs * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
             if SOFTCAP:
-                dscores *= 1 - (scores / outer) * (scores / outer)
+                dscores *= 1 - (scores / cap_scale) * (scores / cap_scale)
             dq += tl.dot(dscores.to(k.dtype), k, input_precision="ieee")
     DQ += sample * stride_gb + head * stride_gh + q_start * stride_g
     _store(DQ, dq * scale, queries, stride_g, num_queries, HEAD_DIM, BLOCK_D)
@@ -225,16 +231,16 @@ def dkv_kernel(
     Q, K, V, DOUT, LSE, DELTA, DK, DV, TABLE,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
-    num_kv_heads, group, num_rows, num_queries, num_keys, lo, hi, inner, outer, scale,
+    num_kv_heads, group, num_rows, num_queries, num_keys, lo, hi, score_scale, cap_scale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
     MANY: tl.constexpr,
 ):  # fmt: skip
-    """DK and DV [B, G, K, D] in float32 with equal strides; programs (blocks of keys, B * G).
+    """Compute DK and DV [B, G, K, D] in float32 with equal strides, on a grid (blocks of keys, B * G).
 
     Scores and probabilities are transposed here, [keys, queries], as the left operands of both products.
     """
-    place = _place(TABLE, BLOCK_K, num_queries, num_keys, lo, hi, MANY)
-    first_key, q_start, k_start, num_queries, num_keys, lo, hi = place
+    work = _work_of_program(TABLE, BLOCK_K, num_queries, num_keys, lo, hi, MANY)
+    first_key, q_start, k_start, num_queries, num_keys, lo, hi = work
     sample = (tl.program_id(1) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
     keys = first_key + tl.arange(0, BLOCK_K)
@@ -258,7 +264,7 @@ def dkv_kernel(
                 dout = _load(DOUT_h, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, phase != 1)
                 lse = tl.load(LSE + row + queries, mask=inside, other=0.0) * 1.4426950408889634
                 delta = tl.load(DELTA + row + queries, mask=inside, other=0.0)
-                scores = _scores(k, q, inner, outer, SOFTCAP)
+                scores = _scores(k, q, score_scale, cap_scale, SOFTCAP)
                 probs = tl.exp2(scores - lse[None, :])
                 if phase != 1:
                     visible = _visible(queries[None, :], keys[:, None], num_queries, num_keys, lo, hi)
@@ -266,7 +272,7 @@ def dkv_kernel(
                 dv += tl.dot(probs.to(dout.dtype), dout, input_precision="ieee")
                 dscores = probs * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
                 if SOFTCAP:
-                    dscores *= 1 - (scores / outer) * (scores / outer)
+                    dscores *= 1 - (scores / cap_scale) * (scores / cap_scale)
                 dk += tl.dot(dscores.to(q.dtype), q, input_precision="ieee")
     DK += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
     DV += sample * stride_gb + kv_head * stride_gh + k_start * stride_g

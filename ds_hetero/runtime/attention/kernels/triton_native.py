@@ -1,4 +1,4 @@
-"""The "triton" kernel: launches our own flash attention, and chooses its block sizes."""
+"""The "triton" kernel: launches the flash attention of `triton_kernels`, and chooses its block sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ _LOG2_E = 1.4426950408889634
 
 
 class BlockSizes(NamedTuple):
-    """Queries and keys that a program takes at a time, its warps, and the blocks that are loaded ahead."""
+    """Sizes with which a Triton kernel is compiled.
+
+    Attributes:
+        queries: in a block that a program processes at a time.
+        keys: in such a block.
+        num_warps: of a program.
+        num_stages: blocks that are loaded ahead.
+    """
 
     queries: int
     keys: int
@@ -27,23 +34,24 @@ class BlockSizes(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Block sizes of the three kernels that multiply."""
+    """Block sizes of the three kernels that contain matmuls."""
 
     forward: BlockSizes
     dq: BlockSizes
     dkv: BlockSizes
 
 
-DELTA = BlockSizes(32, 0)  # rows of the kernel that multiplies nothing
+DELTA = BlockSizes(32, 0)  # of the kernel without matmuls
 
 
-# By padded head size: products of 16-bit numbers on tensor cores, from Ampere on.
+# By padded head size: for 16-bit numbers on the tensor cores of Ampere and newer GPUs.
 _ON_TENSOR_CORES = {
     64: Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 128)),
     128: Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 64)),
     256: Launch(BlockSizes(64, 32), BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1)),
 }
-# By compute capability, from there to the next one: what would spill there with the sizes above.
+# By compute capability, valid up to the next one in the table: sizes in place of those above that would spill
+# registers.
 _WOULD_SPILL = {
     80: {
         64: {"forward": BlockSizes(128, 32)},
@@ -57,7 +65,7 @@ _WOULD_SPILL = {
         128: {"forward": BlockSizes(64, 64), "dkv": BlockSizes(32, 64, 8, 1)},
     },
 }
-# All other products: float32, and anything on Volta and Turing.
+# For all other matmuls: float32, and every type on Volta and Turing.
 _ON_ORDINARY_CORES = {
     64: Launch(BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1), BlockSizes(16, 32, 8, 1)),
     256: Launch(*(BlockSizes(16, 16, 8, 1),) * 3),
@@ -65,14 +73,15 @@ _ON_ORDINARY_CORES = {
 
 
 def block_sizes(head_dim: int, capability: int, sixteen_bit: bool) -> Launch:
-    """Return blocks with which no kernel spills registers, and whose tiles fit into shared memory.
+    """Return block sizes with which no kernel spills registers, and whose tiles fit into shared memory.
 
     Chosen by compiling with Triton 3.9: `python -m benchmarks.kernels` compiles all of them for sm75, 80, 86, 89, 90,
-    100 and 120 and fails where one spills. Not timed on any GPU.
+    100 and 120 and fails if one spills. Not timed on any GPU.
 
     Args:
         head_dim: D padded to a power of two.
-        capability: of the GPU, ten times the major and the minor number; those between two of the table take the lower.
+        capability: of the GPU, ten times the major number plus the minor one, such as 86. One that is not in the table
+            gets the sizes of the next lower one.
         sixteen_bit: the numbers are float16 or bfloat16.
     """
     on_tensor_cores = runs_on_tensor_cores(capability, sixteen_bit)
@@ -109,21 +118,24 @@ def triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, soft
 
 
 def triton_is_slow(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
-    """Whether Triton interprets the kernel: a second for what a compiled one does in a microsecond."""
+    """Whether Triton interprets the kernel, about a million times slower than compiled: True on CPU.
+
+    All kernels are asked with the same arguments; this one needs the device alone.
+    """
     return device.type == "cpu"
 
 
 class TritonKernel:
     """Flash attention forward and backward in Triton, with every band, soft caps and grouped heads.
 
-    It is there for what flash-attn and torch's operators leave out, and as the place for fusion. Below Ampere Triton
-    does not use tensor cores, so that torch's memory-efficient operator is preferred wherever it applies.
+    It is used where flash-attn and torch's operators do not support a block. Triton does not use the tensor cores of
+    GPUs older than Ampere, so torch's memory-efficient operator is preferred wherever it applies.
     """
 
     name = "triton"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel`."""
+        """Return (out, lse) of the blocks, see `AttentionKernel`."""
         q, k, v = (_dense_rows(x) for x in (q, k, v))
         batch_size, heads, num_queries, head_dim = q.shape
         out = q.new_empty(batch_size, num_queries, heads, head_dim).transpose(1, 2)
@@ -143,7 +155,7 @@ class TritonKernel:
     def backward(
         self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel`; gradients in float32."""
+        """Return the gradients (dq, dk, dv) of the blocks, in float32; see `AttentionKernel`."""
         dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
         batch_size, heads, num_queries, head_dim = q.shape
         lse = saved.lse.contiguous()
@@ -183,12 +195,15 @@ class TritonKernel:
         return dq, dk, dv
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
-        """See `AttentionKernel`."""
+        """Whether one call for many blocks launches fewer kernels than one call per block."""
         return True
 
 
 def _programs(blocks: Blocks, q: Tensor, k: Tensor, block: int, by_keys: bool) -> tuple[int, Tensor]:
-    """Return the programs of a head, and the table of what each works on; it is not read for a single block."""
+    """Return how many programs compute one head, and `_table`, which says what each of them computes.
+
+    The kernel does not read the table for a single block; it is then any tensor.
+    """
     if not isinstance(blocks, PackedBlocks):
         return -(-(k if by_keys else q).shape[2] // block), q
     table = _table(blocks, block, by_keys, q.device)
@@ -196,7 +211,10 @@ def _programs(blocks: Blocks, q: Tensor, k: Tensor, block: int, by_keys: bool) -
 
 
 def _extents(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """(rows of lse, queries, keys, lo, hi); of many blocks the table has the last four."""
+    """Return (rows of lse, queries, keys, lo, hi), the sizes and band of one block as kernel arguments.
+
+    For packed blocks the last four are 0, since the kernel reads those of each block from `_table`.
+    """
     num_queries, num_keys = q.shape[2], k.shape[2]
     if isinstance(blocks, PackedBlocks):
         return num_queries, 0, 0, 0, 0
@@ -205,7 +223,11 @@ def _extents(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _table(blocks: PackedBlocks, block: int, by_keys: bool, device: torch.device) -> Tensor:
-    """[programs, 7]: first token in the block, start and number of its queries and of its keys, lo, hi."""
+    """Return the work of each program as a table [programs, 7] of integers.
+
+    The columns are: first token of the program in its block; first query of the block, number of its queries; first key
+    of the block, number of its keys; lo and hi of its band.
+    """
     rows = []
     for queries, keys, band in blocks.parts():
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
@@ -215,7 +237,7 @@ def _table(blocks: PackedBlocks, block: int, by_keys: bool, device: torch.device
 
 
 def _kernels() -> Any:
-    """The module, imported at the first launch: the value of TRITON_INTERPRET at that time holds for the process."""
+    """Return the module of the kernels, imported at the first launch, when TRITON_INTERPRET is read for the process."""
     return importlib.import_module("ds_hetero.runtime.attention.kernels.triton_kernels")
 
 
@@ -229,13 +251,14 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _score_factors(scores: Scores) -> tuple[float, float]:
-    """(inner, outer) of `triton_kernels`."""
+    """Return (score_scale, cap_scale) as `triton_kernels` uses them: before and behind the soft cap."""
     if scores.softcap is None:
         return scores.scale * _LOG2_E, 0.0
     return scores.scale / scores.softcap, scores.softcap * _LOG2_E
 
 
 def _constants(q: Tensor, blocks: BlockSizes, softcap: float | None) -> dict[str, int | bool]:
+    """Return the compile-time arguments of a kernel."""
     return {
         "HEAD_DIM": q.shape[3],
         "BLOCK_Q": blocks.queries,
@@ -248,11 +271,12 @@ def _constants(q: Tensor, blocks: BlockSizes, softcap: float | None) -> dict[str
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the next power of two, 16 at least, as Triton's products want it."""
+    """Return the next power of two that is at least 16, as Triton's matmuls require."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _launch(q: Tensor) -> Launch:
+    """Return the block sizes for queries on their device."""
     if q.device.type != "cuda":  # the interpreter, in tests of small blocks
         return Launch(*(BlockSizes(16, 16, 1, 1),) * 3)
     major, minor = torch.cuda.get_device_capability(q.device)

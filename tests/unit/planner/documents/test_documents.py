@@ -23,8 +23,8 @@ from ds_hetero.planner.document_search.placement_loads import placement_loads, s
 from ds_hetero.planner.document_search.simple_placements import (
     over_all_units_s,
     over_one_node_s,
+    place_whole,
     split_evenly_over_all,
-    whole,
 )
 from ds_hetero.planner.document_search.two_level import node_bins
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents, unit_costs
@@ -120,7 +120,7 @@ def test_the_prediction_is_never_above_that_of_the_stream_or_of_simple_placement
         assert predicted_s <= everywhere_s + rounding_s(lengths, costs)
         one_node_s, _ = over_one_node_s(lengths, node_bins(costs), costs)
         assert predicted_s <= one_node_s + rounding_s(lengths, costs)
-        whole_s, pieces = whole(lengths, costs)
+        whole_s, pieces = place_whole(lengths, costs)
         assert predicted_s <= whole_s * (1 + 1e-9)
         if pieces:
             assert whole_s == pytest.approx(loads_of(lengths, pieces, costs).predicted_s)

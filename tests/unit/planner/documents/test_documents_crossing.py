@@ -63,9 +63,9 @@ def test_what_enters_over_every_link_is_what_the_engines_table_sends(nodes, prox
     for unit in units:
         for transfer in (t for round_ in table.forward_rounds(unit) for t in round_.receives):
             if node[transfer.sender] != node[unit]:
-                entered[unit] += table.num_columns(transfer)
+                entered[unit] += table.num_keys_of(transfer)
     by_node = [[(unit, tokens[unit]) for unit in units if node[unit] == k] for k in sorted(set(node))]
-    planned = (module._proxied if proxies else module._direct)(by_node)
+    planned = (module._entering_over_proxies if proxies else module._entering_directly)(by_node)
     assert planned == pytest.approx(entered, abs=len(set(node)) if proxies else 0)
 
 
@@ -126,5 +126,5 @@ def test_proxies_outside_are_members_of_the_lane_without_tokens():
     for unit in range(4):
         for transfer in (t for round_ in table.forward_rounds(unit) for t in round_.receives):
             if FOUR_UNITS.node[transfer.sender] != FOUR_UNITS.node[unit]:
-                entered[unit] += table.num_columns(transfer)
+                entered[unit] += table.num_keys_of(transfer)
     assert entered == {0: 50, 1: 50, 2: 50, 3: 50}

@@ -18,12 +18,12 @@ from ds_hetero.planner.document_search.candidates import PlacedLengths
 from ds_hetero.planner.document_search.loads import loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.document_search.remapping import (
-    WORTH_MOVING,
+    MAX_MOVING_RATIO,
     even_tokens,
     least_remap_s,
     remap,
     remapped,
-    with_held_tokens,
+    with_linear_tokens,
 )
 from ds_hetero.planner.document_search.traffic import KVBytes, exchange_bytes
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents
@@ -123,7 +123,7 @@ def test_a_remapped_block_is_as_slow_as_its_slowest_attention_and_even_linear_la
     )
     pieces = [[(0, 300)], [(1, 100)]]
     moved = remapped(PlacedLengths(pieces, [0, 0], loads_of([300, 100], pieces, costs)), costs)
-    assert moved.held == (200, 200)
+    assert moved.linear_tokens == (200, 200)
     assert moved.predicted_s == pytest.approx(200 * 0.75 + 300 * 300 * 0.01 + 300 * 0.25 + 1.5 * 100)
 
 
@@ -149,7 +149,7 @@ def test_tokens_move_where_attention_is_slower_on_some_ranks_than_their_linear_l
     assert moved.rank_tokens == (4800, 3600, 2400, 1200)
     loads = placement_loads(moved, DOCUMENTS, FOUR)
     assert loads.tokens == moved.rank_tokens
-    assert loads.predicted_s <= WORTH_MOVING * placement_loads(stays, DOCUMENTS, FOUR).predicted_s
+    assert loads.predicted_s <= MAX_MOVING_RATIO * placement_loads(stays, DOCUMENTS, FOUR).predicted_s
     assert loads.predicted_s >= loads.moved_s + max(loads.linear_s) + max(loads.attention_s)
 
 
@@ -184,7 +184,7 @@ def test_tokens_move_only_where_that_is_predicted_to_pay(costs, batch, edge):
             assert max(placement.group_tokens(position), placement.in_attention.group_tokens(position)) <= most
     if moved.moves:
         stays_s, moved_s = (placement_loads(p, documents, costs).predicted_s for p in (stays, moved))
-        assert moved_s <= WORTH_MOVING * stays_s * (1 + 1e-9)
+        assert moved_s <= MAX_MOVING_RATIO * stays_s * (1 + 1e-9)
     else:
         assert moved == stays
 
@@ -198,7 +198,7 @@ def test_ranks_of_a_unit_share_what_it_holds_by_their_weights():
     lane = Lane(members=(0,), spans=((0, 400),), tokens=((400,),), layout="contiguous")
     other = Lane(members=(1,), spans=((400, 500),), tokens=((100,),), layout="contiguous")
     placement = Placement(schedule=schedule, length=500, rank_tokens=(267, 133, 50, 50), lanes=(lane, other))
-    moved = with_held_tokens(placement, (250, 250), costs_of([0, 1]))
+    moved = with_linear_tokens(placement, (250, 250), costs_of([0, 1]))
     assert moved.in_attention == placement
     assert moved.rank_tokens == (167, 83, 125, 125)
 

@@ -71,7 +71,7 @@ def test_nodes_of_unequal_size_are_refused_by_name():
         receive_s=(0.1,) * 2,
         cross_s=(0.1,) * 2,
     )
-    with pytest.raises(PlanError, match=r"as many devices P on every node, here nodes have \[2, 1\] units"):
+    with pytest.raises(PlanError, match=r"equally many devices P on every node, here nodes have \[2, 1\] units"):
         zeppelin([5], costs)
 
 

@@ -8,7 +8,7 @@ from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipelines.pareto import LIMITS, pareto_front
+from ds_hetero.planner.pipelines.pareto import NUM_LIMITS, pareto_front
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from tests.unit.planner.pipelines.test_pipelines_planning import run
 
@@ -39,7 +39,7 @@ def test_no_plan_of_the_front_is_beaten():
 
     front = pareto_front(search, cluster.devices)
     assert [name for name, most_s in asked if most_s is None] == ["time", "cost", "energy"]
-    assert len(asked) <= 1 + 2 * (1 + LIMITS)
+    assert len(asked) <= 1 + 2 * (1 + NUM_LIMITS)
     assert len(front) > 1
     assert not any(one.beats(other) for one in front for other in front if one is not other)
     assert front[0].planned.step_s <= search("time", None).step_s

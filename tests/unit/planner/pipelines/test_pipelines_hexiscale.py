@@ -72,7 +72,7 @@ def test_paths_go_on_over_the_fastest_links():
     assert between.tolist() == [[0, 10, 1], [10, 0, 10], [1, 10, 0]]
     assert list(paths(between, tau=1)) == [(0, 1, 2), (1, 0, 2), (2, 1, 0)]
     assert sorted(paths(between, tau=2)) == sorted(itertools.permutations(range(3)))
-    assert len(list(paths(np.ones((9, 9)), most=18))) == 18
+    assert len(list(paths(np.ones((9, 9)), max_paths=18))) == 18
 
 
 @pytest.mark.parametrize("published", [False, True])

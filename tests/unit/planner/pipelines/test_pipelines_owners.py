@@ -16,7 +16,7 @@ from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipeline_search.finish import finish, memory_bytes, to_plan
-from ds_hetero.planner.pipeline_search.given_layers import judge_layers
+from ds_hetero.planner.pipeline_search.given_layers import evaluate_with_layers
 from ds_hetero.planner.pipelines.given import judge_plan, owners_of
 from ds_hetero.sharding.gradient_chunks import chunks_of, gathered_elements, reduced_elements
 from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
@@ -77,9 +77,9 @@ def test_a_plan_that_fits_only_with_weighted_owners_is_judged_and_comes_back_fro
     even = CalibratedStageCosts(cluster, model, WORK)
     goal = even.time_objective()
     pipelines = [PlacedPipeline((DeviceBlock(kind, kind, 1, "one"),), (model.num_layers,), 1, 4) for kind in (0, 1)]
-    assert judge_layers(even, goal, pipelines) is None
+    assert evaluate_with_layers(even, goal, pipelines) is None
     fitted = even.with_owners("fitted")
-    candidate = judge_layers(fitted, goal, pipelines)
+    candidate = evaluate_with_layers(fitted, goal, pipelines)
     finished = finish(fitted, candidate)
     for needs, pool in zip(memory_bytes(fitted, finished), even.pools.pools, strict=True):
         device = even.pools.kinds[pool.kind].device

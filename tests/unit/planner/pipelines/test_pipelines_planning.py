@@ -23,14 +23,14 @@ from ds_hetero.planner.pipeline_search.block_ranks import idle_devices
 from ds_hetero.planner.pipeline_search.blocks import block_of
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator
 from ds_hetero.planner.pipeline_search.given_layers import GivenLayers
-from ds_hetero.planner.pipeline_search.own_degrees import _period_s as period_of
-from ds_hetero.planner.pipeline_search.own_degrees import own_degrees
 from ds_hetero.planner.pipeline_search.search import Search, default_effort_s
-from ds_hetero.planner.pipelines import planning, rivals
+from ds_hetero.planner.pipeline_search.stage_sizes_by_kind import _EqualStages, plans_with_sizes_by_kind
+from ds_hetero.planner.pipeline_search.stage_sizes_by_kind import _period_s as period_of
+from ds_hetero.planner.pipelines import baselines, planning
+from ds_hetero.planner.pipelines.baselines import best_published, best_sequence
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
 from ds_hetero.planner.pipelines.replan import replan
-from ds_hetero.planner.pipelines.rivals import best_published, best_sequence
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.planner.published.tangram import plan_tangram
 from ds_hetero.planner.published.tangram.planner import TANGRAM
@@ -104,8 +104,8 @@ def test_plans_are_sound_and_never_worse_than_their_rivals():
             continue
         planned += 1
         assert_sound(found, cluster, MODEL, samples)
-        for rival in found.rivals.values():
-            assert rival.value is None or found.value <= rival.value * (1 + 1e-9)
+        for baseline in found.baselines.values():
+            assert baseline.value is None or found.value <= baseline.value * (1 + 1e-9)
         assert found.step_s >= balance_bound_s(found.costs, samples) or found.finished is None
     assert planned >= 3
 
@@ -154,8 +154,8 @@ def test_sequence_parallelism_that_cannot_win_is_not_searched(monkeypatch):
     goal = Objective("time", 1.0, (0.0,) * 3, (0.0,) * 3)
     everything = best_sequence(CASE, MODEL, WORK, 16, (1, 2), goal)
     with monkeypatch.context() as without_search:
-        without_search.setattr(rivals, "searched_candidates", None)
-        uniform = best_sequence(CASE, MODEL, WORK, 16, (1, 2), goal, known=1e-3)
+        without_search.setattr(baselines, "searched_candidates", None)
+        uniform = best_sequence(CASE, MODEL, WORK, 16, (1, 2), goal, best_value=1e-3)
     assert uniform.step_s >= everything.step_s > 1e-3
 
 
@@ -287,10 +287,10 @@ def test_nodes_that_differ_in_their_names_alone_are_of_one_kind():
 
 
 @pytest.mark.parametrize("devices", [(), (("RTX-3090", 4, 3), ("A800-SXM-80GB", 8, 2))])
-def test_pipelines_with_degrees_of_their_own_use_every_device_once(devices):
+def test_pipelines_with_stage_sizes_by_kind_use_every_device_once(devices):
     cluster = over_slow_network(("fast", "RTX-4090", 8, 3), *((name, name, *rest) for name, *rest in devices))
     costs = CalibratedStageCosts(cluster, MODEL, WORK)
-    found = list(own_degrees(costs, 64, 1))
+    found = list(plans_with_sizes_by_kind(costs, 64, 1))
     assert {len(shapes) for shapes in found} >= {1, 2, 3, 4}
     for shapes in found:
         assert not any(idle_devices(costs.pools, [shape.blocks for shape in shapes]))
@@ -308,7 +308,7 @@ def test_pipelines_with_degrees_of_their_own_use_every_device_once(devices):
 )
 def test_the_least_period_of_stages_fills_them_as_far_as_they_have_room(kinds, layers):
     """A bisection of the period, at which stages hold ``min(room, period / layer_s)`` layers each."""
-    stages = [(layer_s * room, number / layer_s, number * room) for layer_s, number, room in kinds]
+    stages = [_EqualStages(layer_s * room, number / layer_s, number * room) for layer_s, number, room in kinds]
     period_s = period_of(stages, layers)
     if sum(number * room for _, number, room in kinds) < layers:
         assert period_s == np.inf
@@ -351,14 +351,14 @@ def test_the_last_word_of_tangrams_compositions_may_be_bounded():
     assert whole.value <= some.value < np.inf
     layers = GivenLayers.of(costs, goal, whole.placed)
     assert layers.least_value <= whole.value
-    assert layers.judged(costs, goal).value == whole.value
+    assert layers.evaluate(costs, goal).value == whole.value
 
 
 def test_an_interrupt_while_other_planners_search_still_ends_with_a_plan(monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "other_plans", stop)
+    monkeypatch.setattr(planning, "published_starts", stop)
     firsts = []
     found = plan_pipelines(CASE, MODEL, WORK, 24, progress=lambda plan, share: firsts.append((plan, share)))
     assert found.interrupted

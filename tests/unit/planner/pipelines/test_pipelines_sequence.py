@@ -44,7 +44,7 @@ def test_devices_share_a_sequence_by_their_speed():
     assert min(tokens[0], tokens[1]) > 1.5 * max(tokens[2], tokens[3])
     option = costs.mixed_stage(parts, 1, 1)
     fast, slow = option.parts
-    assert fast.memory.kept_bytes > slow.memory.kept_bytes  # activations follow tokens
+    assert fast.memory.saved_bytes > slow.memory.saved_bytes  # activations follow tokens
     assert fast.memory.layer_bytes == slow.memory.layer_bytes  # parameters are whole everywhere
     even = CalibratedStageCosts(nodes_of([SLOW] * 4, 1), MODEL, WORK).stage(0, 4, "sequence", 1, 1)
     assert option.layer_s < even.layer_s  # better than the slow devices alone, as an even split would be

@@ -11,7 +11,7 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipelines.rivals import best_grid
+from ds_hetero.planner.pipelines.baselines import best_grid
 from ds_hetero.planner.published.tangram import plan_tangram
 from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
 from ds_hetero.planner.published.tangram.interface import CheckedParallelizer, Slice

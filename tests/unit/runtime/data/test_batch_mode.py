@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderReport, decide_batch_mode, describe_loader
+from ds_hetero.runtime.data.batch_mode import LoaderReport, decide_batch_mode, describe_loader
+from ds_hetero.runtime.data.loader_names import TORCH_LOADERS
 
 
 class Numbers(Dataset):

@@ -40,12 +40,12 @@ def test_the_most_rows_that_fit_are_found_and_nothing_is_left_behind(where: str)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(fired.append)
     trial = BatchTrial(model)
-    assert trial.most(12, 4) == 12  # nothing is known yet
+    assert trial.max_samples(12, 4) == 12  # nothing is known yet
     trial.note((torch.randn(4, 4),), {"scale": torch.ones(())})
     state = torch.get_rng_state()
-    assert trial.most(12, 4) == 7
+    assert trial.max_samples(12, 4) == 7
     assert (model.tried[0], max(model.tried[1:])) == (12, 8)
-    assert trial.most(6, 4) == 6
+    assert trial.max_samples(6, 4) == 6
     assert torch.equal(torch.get_rng_state(), state)
     assert float(model.forwards) == 0 and fired == []
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -56,7 +56,7 @@ def test_a_model_without_a_loss_is_tried_by_its_outputs() -> None:
     model = Bounded(7, "nowhere")
     trial = BatchTrial(model)
     trial.note((torch.randn(4, 4),), {"scale": torch.ones(())})
-    assert trial.most(12, 4) == 12 and model.tried == [12]
+    assert trial.max_samples(12, 4) == 12 and model.tried == [12]
 
 
 def test_the_longest_samples_are_tried() -> None:
@@ -70,7 +70,7 @@ def test_the_longest_samples_are_tried() -> None:
     trial = BatchTrial(Length())
     for length in (3, 9, 5):
         trial.note((torch.zeros(2, length),), {})
-    trial.most(4, 2)
+    trial.max_samples(4, 2)
     assert lengths == [9]
 
 
@@ -81,5 +81,5 @@ def test_a_model_that_cannot_be_run_so_is_taken_to_fit(caplog: pytest.LogCapture
 
     trial = BatchTrial(Broken())
     trial.note((torch.zeros(3, 2),), {})
-    assert trial.most(6, 3) == 6
-    assert "whether a batch of 6 samples fits could not be tried" in caplog.text
+    assert trial.max_samples(6, 3) == 6
+    assert "a trial forward of 6 samples failed, so ds_hetero assumes that they fit into memory" in caplog.text

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.runtime.data.leaving_nothing import leaving_nothing
 from ds_hetero.runtime.data.loss_graph import read_terms
 from ds_hetero.runtime.data.loss_units import Batch, UnitCounts
-from ds_hetero.runtime.data.loss_weights import RankLoss, explain, weigh_terms
+from ds_hetero.runtime.data.loss_weights import RankLoss, explain_divisor, weigh_terms
+from ds_hetero.runtime.data.restored_state import restoring_state
 from ds_hetero.runtime.data.row_operations import mixing_node
 from ds_hetero.runtime.data.sample_probe import probe_samples, raise_if_mixed
 
@@ -127,7 +127,7 @@ def _weigh(loss: Callable[[Tensor, Tensor, Tensor, int], Tensor], *rows: int) ->
     of_ranks = []
     for rank, count in enumerate(rows):
         read = read_terms(loss(*_scores(count), rank), count)
-        explained = [[entry for one in term.divisors for entry in explain(one, {})] for term in read.terms]
+        explained = [[entry for one in term.divisors for entry in explain_divisor(one, {})] for term in read.terms]
         of_ranks.append(RankLoss(read.terms, read.problem, count, UnitCounts(count), explained, {}, False, None))
     return [[one.factor for one in weigh_terms(of_ranks, rank, "Model", {})] for rank in range(len(rows))]
 
@@ -144,13 +144,16 @@ def test_factors_are_shares_of_what_terms_are_divided_by() -> None:
     ("loss", "named"),
     [
         (lambda w, s, y, rank: s.sum() / 2, "whether that is a number, or counts"),
-        (lambda w, s, y, rank: s.sum() / (2.5, 0.7)[rank], "which count nothing that is known"),
-        (lambda w, s, y, rank: s.sum() / (5, 1)[rank], "whether one was counted"),
+        (lambda w, s, y, rank: s.sum() / (2.5, 0.7)[rank], "does not know what these numbers count"),
+        (lambda w, s, y, rank: s.sum() / (5, 1)[rank], "whether the rank counted one or none"),
         (lambda w, s, y, rank: s.mean() / (0.3, 0.4)[rank], "a number that differs between ranks"),
         (lambda w, s, y, rank: s.mean(0).square().mean(), "a mean over 3 numbers on every rank"),
         (lambda w, s, y, rank: s.mean() + (w.norm() if rank else 0), "made of different terms"),
         (lambda w, s, y, rank: s.mean() + (w - rank).square().sum(), "numbers that differ between ranks"),
-        (lambda w, s, y, rank: (s.sum(1) * s.detach().sum(1).abs().softmax(0)).sum(), "normalized them over its own"),
+        (
+            lambda w, s, y, rank: (s.sum(1) * s.detach().sum(1).abs().softmax(0)).sum(),
+            "normalized the weights over its own",
+        ),
     ],
 )
 def test_divisors_that_do_not_show_what_they_count_are_refused(
@@ -202,7 +205,7 @@ def test_generators_and_lists_of_modules_are_put_back() -> None:
     layer = nn.Linear(2, 2)
     layer.generator, layer.seen = torch.Generator().manual_seed(3), [1]
     expected = torch.randn(2, generator=torch.Generator().manual_seed(3))
-    with leaving_nothing(layer):
+    with restoring_state(layer):
         torch.randn(5, generator=layer.generator)
         layer.seen.append(2)
     assert torch.equal(torch.randn(2, generator=layer.generator), expected) and layer.seen == [1]

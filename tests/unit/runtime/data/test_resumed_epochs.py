@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.data.epochs import process_states, set_process_states
+from ds_hetero.runtime.data.random_states import process_states, set_process_states
 from ds_hetero.runtime.data.sampling import replica_samples
 from ds_hetero.runtime.data.whole_batches import BatchReading, WholeBatches
 from ds_hetero.values.plans import BatchSplit

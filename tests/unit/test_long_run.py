@@ -1,0 +1,106 @@
+"""The long run's judgements: what counts as growth, and as a sample lost or trained on twice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.long_run import compare
+from benchmarks.long_run.course import NODES, SEGMENTS, SPEEDS, STRIKES, section, step_of
+from benchmarks.long_run.job import Job
+from benchmarks.long_run.records import Records
+from benchmarks.long_run.slopes import slope_of
+from ds_hetero.values.section import read_section
+
+STEPS = range(100, 20_001, 100)
+
+
+def test_noise_does_not_grow_and_a_leak_that_noise_hides_does():
+    for seed in range(20):
+        draw = random.Random(seed)
+        noise = [1e8 + draw.gauss(0, 1e5) for _ in STEPS]
+        assert not slope_of(STEPS, noise, num_series=60).grows
+        leak = [value + 100 * step for value, step in zip(noise, STEPS, strict=True)]  # 100 bytes a step: 2 MB in all
+        slope = slope_of(STEPS, leak, num_series=60)
+        assert slope.grows
+        assert slope.low < 1e5 < slope.high
+
+
+def test_growth_of_the_warm_up_and_constants_do_not_count():
+    warm_up = [min(step, 4000) for step in STEPS]
+    assert slope_of(STEPS, warm_up).per_1000_steps == 0
+    assert not slope_of(STEPS, [7] * len(STEPS)).grows
+    one_file_more = [7 + (step > 12_000) for step in STEPS]
+    assert slope_of(STEPS, one_file_more).grows
+
+
+def _steps(checksums, **others):
+    return [
+        {"event": "step", "step": step, "checksum": checksum, "tokens": 10, "lr": 0.1, "loss": 2.0, **others}
+        for step, checksum in enumerate(checksums, 1)
+    ]
+
+
+def test_a_sample_is_counted_by_the_steps_that_remain():
+    alone = _steps([1, 2, 3, 4])
+    repeated = [*_steps([1, 2, 9]), *_steps([1, 2, 3, 4])[2:]]  # step 3 was thrown away, and done again
+    samples = compare.compare_samples(repeated, alone, 4)
+    assert samples["samples_lost"] == samples["samples_doubled"] == samples["rows_other_than_alone"] == 0
+    skipped = compare.compare_samples(_steps([1, 3, 3, 4]), alone, 4)
+    assert (skipped["samples_lost"], skipped["samples_doubled"], skipped["rows_other_than_alone"]) == (1, 1, 1)
+    assert compare.compare_samples(_steps([1, 2]), alone, 4)["steps_missing"] == 2
+
+
+def test_events_tell_the_steps_lost_and_the_seconds():
+    def at(time, event, **details):
+        return {"event": event, "time": time, **details}
+
+    records = [
+        at(0, "step", step=1, loss=1.0),
+        at(1, "step", step=2, loss=1.0),
+        at(2, "step", step=3, loss=1.0),
+        *(at(time, event, world_size=2) for time, event in ((5, "spawn"), (6, "init"), (7, "built"))),
+        at(8, "ready", world_size=2, step=1),
+        at(9, "step", step=2, loss=1.0 + 1e-6),
+        at(9.5, "strike", kind="worker", node="n1", began=2.5, step=3, ranks=2),
+    ]
+    (event,) = compare.describe_events(records)
+    assert (event["lost_steps"], event["seconds"], event["phases"]["connect"]) == (2, 6.5, 1)
+    assert compare.repeated_differences(records) == {"steps": 1, "largest": pytest.approx(1e-6)}
+
+
+def test_half_a_line_of_a_killed_process_is_not_read_and_is_cut_off(tmp_path):
+    records = Records(tmp_path / "records.jsonl")
+    records.add("step", step=1)
+    with records.path.open("a") as file:
+        file.write('{"event": "st')
+    assert [record["step"] for record in records.read()] == [1]
+    records.drop_half_line()
+    records.add("step", step=2)
+    assert [record["step"] for record in records.read()] == [1, 2]
+
+
+@pytest.mark.parametrize("steps", [90, 3000])
+def test_the_course_is_valid_for_all_nodes_and_for_those_that_are_left(steps):
+    job = Job(steps=steps, rows=steps // 2)
+    moments = [step_of(job, at) for at in (*(strike.at for strike in STRIKES), *(at for at, _ in SPEEDS[1:]))]
+    assert len(set(moments)) == len(moments)
+    for segment in SEGMENTS:
+        for nodes in (NODES, NODES[:2] + NODES[3:]):
+            assert read_section(section(job, segment, nodes, 0, 4)).replan.enabled
+
+
+def test_shares_are_told_around_a_change_of_speed_and_are_empty_where_the_job_has_ended():
+    rows = [
+        {
+            "event": "step",
+            "step": step,
+            "tokens": 4,
+            "tokens_by_node": {"n0": 3, "n1": 1} if step < 20 else {"n0": 2, "n1": 2},
+        }
+        for step in range(40)
+    ]
+    early, late = compare.adaptations(rows, [20, 100], window=2)
+    assert early == {"step": 20, "before": {"n0": 0.75, "n1": 0.25}, "after": {"n0": 0.5, "n1": 0.5}}
+    assert late == {"step": 100, "before": {}, "after": {}}
