@@ -14,11 +14,12 @@ def lift_checks() -> list[str]:
     """Let ``register`` in this process accept releases that it refuses; return the list that refusals are added to."""
     refusals: list[str] = []
 
-    def note(package: str, works: str, names: Iterable[str]) -> None:
+    def note(package: str, works: str, names: Iterable[str]) -> tuple[str, ...]:
         try:
-            _stock(package, works, names)
+            return _stock(package, works, names)
         except VersionError as error:
             refusals.append(str(error))
+            return ()
 
     registration.expect_package = note
     return refusals

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.first_gpu.lifted import lift_checks
 from benchmarks.first_gpu.parts import Context
 from benchmarks.first_gpu.sections import steps
+from ds_hetero import registration
 
 
 class _Model:
@@ -57,3 +59,12 @@ def test_a_way_begins_without_the_model_of_the_one_before(
     assert len(left) == len(steps._SHORT.ways) > 1
     assert left == [0] * len(left)
     assert all(("left_out" in row) == (not fits) for row in rows)
+
+
+def test_a_job_registers_on_releases_that_the_package_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "expect_package", registration.expect_package)  # put back at the end
+    refusals = lift_checks()
+    assert registration.expect_package("torch", "<1", ()) == ()
+    assert registration.expect_package("torch", ">1", ()) == ()
+    (refusal,) = refusals
+    assert "Install torch<1" in refusal
