@@ -69,6 +69,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         del os.environ["STRICT_GROUP"]
 
 
+@pytest.fixture(autouse=True)
+def _same_environment() -> Generator[None]:
+    with support.same_environment():
+        yield
+
+
 def _left_out_of_sweeps(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Return the cases of tests marked ``sweep(keep=n)`` that are left out: all but n, evenly spaced.
 

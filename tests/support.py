@@ -17,6 +17,7 @@ that of the test.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -30,7 +31,7 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -48,6 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What a rank says when another one failed first.
 _SECONDARY = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "killed by run_ranks")
 _PR_SET_PDEATHSIG = 1
+_PYTESTS_OWN = "PYTEST_CURRENT_TEST"  # changes while a test runs
 _GRACE_S = 10  # for the other ranks to report, once one has failed
 
 _server = multiprocessing.get_context("forkserver")
@@ -135,6 +137,18 @@ def run_to_the_end(
 ) -> list[Ending]:
     """Run like `run_deepspeed`, but end ranks as scripts end: errors go to ``sys.excepthook``, exit functions run."""
     return run_deepspeed(_to_the_end, world_size, fn, args, timeout_s=timeout_s, env=env)
+
+
+@contextlib.contextmanager
+def same_environment() -> Iterator[None]:
+    """Put the environment back at the end: ranks and launchers that later tests start would inherit what was set."""
+    before = {name: value for name, value in os.environ.items() if name != _PYTESTS_OWN}
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys() - {_PYTESTS_OWN}:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def start_server(modules: Sequence[str], *, deepspeed: bool) -> None:

@@ -171,6 +171,8 @@ def _whole(model: Any, config: dict[str, Any] | None) -> list[torch.Tensor]:
 
 def train_alone(num_steps: int) -> list[dict[str, float]]:
     """Return the numbers of every step of accelerate's loop in this process, with logged means at their steps."""
+    from accelerate.utils import patch_environment
+
     rows: list[dict[str, float]] = []
 
     def log(event: str, **numbers: Any) -> None:
@@ -179,6 +181,6 @@ def train_alone(num_steps: int) -> list[dict[str, float]]:
         elif event == "log":
             rows[-1]["logged"] = numbers["logged"]
 
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    train_by_accelerate(None, None, num_steps, 1, log)
+    with patch_environment(ACCELERATE_USE_CPU="true"):  # launchers that start later inherit the environment
+        train_by_accelerate(None, None, num_steps, 1, log)
     return rows

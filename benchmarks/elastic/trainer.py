@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -129,6 +128,8 @@ def _tokenizer() -> Any:
 
 def train_alone(num_steps: int, loop: str) -> list[dict[str, float]]:
     """Return the numbers of every step in this process, with those of logs at their steps."""
+    from accelerate.utils import patch_environment
+
     rows: list[dict[str, float]] = []
 
     def log(event: str, **numbers: Any) -> None:
@@ -137,6 +138,6 @@ def train_alone(num_steps: int, loop: str) -> list[dict[str, float]]:
         elif event == "log":
             rows[-1] |= {name: numbers[name] for name in ("logged", "norm", *TOKEN_METRICS) if name in numbers}
 
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    train(None, num_steps, 1, log, loop=loop)
+    with patch_environment(ACCELERATE_USE_CPU="true"):  # launchers that start later inherit the environment
+        train(None, num_steps, 1, log, loop=loop)
     return rows

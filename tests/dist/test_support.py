@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import run_deepspeed, run_ranks
+from tests.support import run_deepspeed, run_ranks, same_environment
 
 
 def test_returns_the_value_of_every_rank_in_rank_order():
@@ -89,3 +89,13 @@ def test_ranks_get_the_environment_of_a_launcher():
 
 def _launcher_environment(rank):
     return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR", "MASTER_PORT"))
+
+
+def test_the_environment_is_as_before_a_test(monkeypatch):
+    monkeypatch.setenv("A_SETTING", "as it was")
+    monkeypatch.setenv("A_DELETED_SETTING", "as it was")
+    with same_environment():
+        os.environ["A_SETTING"] = os.environ["A_NEW_SETTING"] = "changed"
+        del os.environ["A_DELETED_SETTING"]
+    assert (os.environ["A_SETTING"], os.environ["A_DELETED_SETTING"]) == ("as it was", "as it was")
+    assert "A_NEW_SETTING" not in os.environ

@@ -97,6 +97,7 @@ def _norms(command: list[str], folder: Path) -> list[float]:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "DS_ACCELERATOR": "cpu",
+        "ACCELERATE_USE_CPU": "false",  # accelerate leaves DeepSpeed alone where it is told to use the CPU
         "OMP_NUM_THREADS": "1",
     }
     ended = subprocess.run(
