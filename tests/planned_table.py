@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ds_hetero.models.families import UNPLANNED_TOWERS, UNPLANNED_TYPES
-from tests.sweep_table import folded, listed, recorded
-
-_UNFOLDED = 10  # types that the list shows without a click
+from tests.sweep_table import listed, recorded
 
 
 def render_planned() -> str:
-    """Return the list of types by what the planner does with them."""
+    """Return how many types are planned, and the list of the others by reason."""
     exact = [name.removeprefix("causal ") for name, (kind, _) in recorded().items() if kind == "exact"]
     refused = UNPLANNED_TYPES | {
         name: f"{part} beside its decoder has no cost model" for name, part in UNPLANNED_TOWERS.items()
@@ -26,9 +24,9 @@ def render_planned() -> str:
     for name in exact:
         if " " not in name:
             types_by_answer[refused.get(name, "")].append(name)
-    lines = []
+    num_planned = len(types_by_answer.pop(""))
+    num_refused = sum(map(len, types_by_answer.values()))
+    lines = [f"* **planned** ({num_planned}): all decoders that train (\"exact\" above), but these {num_refused}"]
     for reason, types in sorted(types_by_answer.items()):
-        answer = f"refused: {reason}" if reason else "planned"
-        names = folded("types", listed(types)) if len(types) > _UNFOLDED else listed(types)
-        lines.append(f"* **{answer}** ({len(types)}): {names}")
+        lines.append(f"* **refused: {reason}** ({len(types)}): {listed(types)}")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.integration.architectures import CAUSAL, MASKED
 from tests.planned_table import render_planned
 from tests.support import ROOT
-from tests.sweep_table import folded, listed, render_sweep
+from tests.sweep_table import render_sweep
 
 PAGES = {
     ROOT / "docs" / "support.md": ("legend", "models"),
@@ -145,13 +145,13 @@ _MODEL_ROWS = (
         what="linear attention: Qwen3-Next, Qwen3.5 (text), OLMo-Hybrid, Kimi-Linear",
         status="tested",
         tests=(_RECURRENT,),
-        note="custom loops; accelerate 1.15 and the Trainer refuse shared sequences: [notes](#notes-on-models)",
+        note="in custom loops: [notes](#notes-on-models)",
     ),
     Row(
         what="Mamba-2 hybrids: Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2",
         status="tested",
         tests=(_RECURRENT,),
-        note="custom loops; accelerate 1.15 and the Trainer refuse all but Falcon-H1: [notes](#notes-on-models)",
+        note="in custom loops; Falcon-H1 in all: [notes](#notes-on-models)",
     ),
     Row(what="short convolutions: LFM2", status="tested", tests=(_RECURRENT,)),
     Row(
@@ -167,14 +167,14 @@ _MODEL_ROWS = (
         note="plain, padded, recomputed",
     ),
     Row(
-        what="decoders that pass the self-check",
+        what="[decoders](architectures.md#which-types-train) that pass the self-check",
         types=tuple(CAUSAL),
         status="self-checked",
         tests=(_BREADTH,),
         note="fp32 and bf16; plain, packed, padded; left padding: [notes](#notes-on-models)",
     ),
     Row(
-        what="masked language models that pass the self-check",
+        what="[masked language models](architectures.md#which-types-train) that pass the self-check",
         types=tuple(MASKED),
         status="self-checked",
         tests=(_BREADTH,),
@@ -738,15 +738,12 @@ TABLES: Mapping[str, Sequence[Row]] = {"models": _MODEL_ROWS, "loops": _LOOP_ROW
 
 
 def render(rows: Sequence[Row], head: str) -> str:
-    """Return the rows as a Markdown table, and long lists of types below it. ``head`` names the first column."""
+    """Return the rows as a Markdown table; docs/architectures.md lists types. ``head`` names the first column."""
     lines = [f"| {head} | status | remark |", "|---|---|---|"]
     for row in rows:
         status = f"**{row.status}**" if row.status in ("wrong", "fails") else row.status
-        types = f": {len(row.types)} types, listed below" if row.types else ""
+        types = f": {len(row.types)} types" if row.types else ""
         lines.append(f"| {row.what}{types} | {status} | {row.note} |")
-    for row in rows:
-        if row.types:
-            lines += ["", folded(f"The {len(row.types)} {row.what}", f"\n\n{listed(row.types)}\n\n")]
     return "\n".join(lines)
 
 

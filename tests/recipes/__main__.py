@@ -3,8 +3,8 @@
 python -m tests.recipes read axolotl CHECKOUT       # facts.json, from a work tree or a bare repository
 python -m tests.recipes run                         # every job without an outcome, two ranks; outcomes.json
 python -m tests.recipes run --again --only llama    # those whose line has this word, again
-python -m tests.recipes write                       # the lists in docs/evidence/framework-recipes.md
-python -m tests.recipes list                        # the same, with every recipe by name
+python -m tests.recipes write                       # counts and reasons in docs/evidence/framework-recipes.md
+python -m tests.recipes list                        # the same, with rare reasons and every recipe by name
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def main() -> None:
     elif given.command == "run":
         _run(given.only, again=given.again, at_once=given.at_once, most=given.most)
     elif given.command == "list":
-        print(render(most=10_000))
+        print(render(with_names=True))
     else:
         PAGE.write_text(with_lists(PAGE.read_text()))
 

@@ -88,11 +88,11 @@ def _brief(why: str) -> str:
     ].replace("|", "/")
 
 
-MAX_LISTED = 6  # recipes of one outcome that the page names
+MIN_LISTED = 3  # recipes with one reason; rarer reasons are not on the page, but those of refusals are
 
 
-def render(most: int = MAX_LISTED) -> str:
-    """Counts, reasons, and recipes with what became of them: at most ``most`` of one framework and outcome."""
+def render(*, with_names: bool = False) -> str:
+    """Return the counts and the reasons of outcomes; ``with_names`` adds rare reasons, and every recipe by name."""
     frameworks, outcomes = load_facts(), load_outcomes()
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
@@ -117,14 +117,18 @@ def render(most: int = MAX_LISTED) -> str:
     reason_list: list[str] = []
     for kind in KINDS:
         of_kind = sorted(((n, why) for (k, why), n in reasons.items() if k == kind and n), reverse=True)
-        reason_list += [f"* {number} {kind}: {why}" for number, why in of_kind]
+        all_of_kind = with_names or kind in ("exact", "refused", "wrong")
+        shown = [(number, why) for number, why in of_kind if all_of_kind or number >= MIN_LISTED]
+        reason_list += [f"* {number} {kind}: {why}" for number, why in shown]
+        if num_others := sum(number for number, _ in of_kind) - sum(number for number, _ in shown):
+            reason_list.append(f"* {num_others} {kind}: other reasons")
     lines += ["", f"The recipes become {len(all_jobs())} distinct jobs."]
     lines += ["", folded("Outcomes by reason", "\n".join(["", "", *reason_list, "", ""]))]
     replacements = f"Replaced in exact recipes: {_counted(other_form)}."
     lines += ["", folded("Replaced settings", f"\n\n{replacements}\n\n")]
-    for name, words in NAMES.items():
+    for name, words in NAMES.items() if with_names else ():
         rows = [
-            f"* **{f'{kind}: {why}' if why else kind}**: {_first(sorted(paths), most)}"
+            f"* **{f'{kind}: {why}' if why else kind}**: {', '.join(sorted(paths))}"
             for (kind, why), paths in sorted(listed[name].items(), key=lambda entry: KINDS.index(entry[0][0]))
         ]
         lines += ["", folded(f"The recipes of {words}", "\n".join(["", "", *rows, "", ""]))]
@@ -137,12 +141,6 @@ def with_lists(page: str) -> str:
     text, count = re.subn(place, lambda match: f"{match[1]}{render()}\n{match[2]}", page, flags=re.DOTALL)
     assert count == 1, f"{PAGE.name} has {count} places for the recipes"
     return text
-
-
-def _first(paths: list[str], most: int) -> str:
-    """The first ``most`` paths, and how many more there are."""
-    more = [f"and {len(paths) - most} more"] if len(paths) > most else []
-    return ", ".join([*paths[:most], *more])
 
 
 def _short(path: str) -> str:
