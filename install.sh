@@ -9,6 +9,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 extra=${1:-}
 target=".${extra:+[$extra]}"
 done_mark=".venv/installed${extra:+-$extra}"
+# A linked .venv is that of another clone. What runs in it imports that clone's package, and an editable install would
+# make that clone import this one's.
+if [ -L .venv ]; then
+    echo "install.sh: .venv is a link to $(readlink .venv), the environment of another clone. Remove the link." >&2
+    exit 1
+fi
 [ "$done_mark" -nt setup.cfg ] && exit 0
 
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv

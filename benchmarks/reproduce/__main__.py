@@ -114,6 +114,7 @@ def _write_page(key: str, paper: Mapping[str, Any], pages: Path, console: Consol
     """Write the page of a paper and its pictures."""
     lines = [INTRODUCTION.format(key=key, **{name: paper[name] for name in ("name", "title", "result", "setup")})]
     pictures = pages.parent / "images" / "papers"
+    texts: dict[str, str] = {}
     for figure in paper["figures"]:
         if "error" in figure:
             lines += [f"## {figure['name']}", "", f"Could not be made: {figure['error']}", ""]
@@ -123,7 +124,7 @@ def _write_page(key: str, paper: Mapping[str, Any], pages: Path, console: Consol
             name = f"{key}-{figure['name'].lower().replace(' ', '-')}.png"
             draw(figure, pictures / name)
             picture = f"../images/papers/{name}"
-        lines += section(figure, picture)
+        lines += section(_without_repeats(figure, texts), picture)
     if paper["left_out"]:
         lines += ["## Not reproduced", ""]
         lines += [f"* **{name}.** {why}" for name, why in paper["left_out"].items()] + [""]
@@ -131,6 +132,20 @@ def _write_page(key: str, paper: Mapping[str, Any], pages: Path, console: Consol
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(lines).rstrip() + "\n")
     console.print(f"{len(lines)} lines of {page.name}")
+
+
+def _without_repeats(figure: Mapping[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    """Return a figure whose texts refer to an earlier figure that has the same ones.
+
+    Args:
+        texts: of the figures before it, with the name of the first that has each; this figure's are added.
+    """
+    short = {**figure}
+    for part, reference in (("shows", "As {}, for other cases."), ("decides", "Those of {}.")):
+        first = texts.setdefault(figure[part], figure["name"])
+        if first != figure["name"]:
+            short[part] = reference.format(first)
+    return short
 
 
 if __name__ == "__main__":

@@ -133,7 +133,8 @@ class RunRecord:
             reason = f"{type(error).__name__}: {error}"
         if not self._totals:
             announce(
-                f"no {self._path.name}: the job ended before the third optimizer step since it was started or resumed"
+                f"no {self._path.name}: the job ended before a step was measured; the first two optimizer steps after "
+                "a start or resume are never measured"
             )
         elif self._write(reason or "normally"):
             announce(f"the measurements are in {self._path}")
