@@ -46,18 +46,18 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     ),
     "replan.enabled": _FOLLOWED,
     "replan.report_only": _FOLLOWED,
-    "layout": _refused("the schedules of the plan's stages have theirs", None),
-    "batch": _refused("the batches of pipelines are those of the plan", None),
+    "layout": _refused("the schedules of the plan give the layout", None),
+    "batch": _refused("the plan gives the batches of every pipeline", None),
     "elastic": _FOLLOWED,
-    "placement.mode": _refused("batches are cut by their length", None, "stream"),
+    "placement.mode": _refused("pipelines split batches by length", None, "stream"),
     "loss": _refused("pipelines compute the loss of the model themselves", None),
-    "zero_within": _refused("a plan of pipelines has owners of its own", None),
+    "zero_within": _refused("the plan says which ranks own optimizer state", None),
     "zero_partition": _refused('optimizer state follows "zero.owner_weights" of the plan', "uniform"),
     "checks.enabled": _FOLLOWED,
     "checks.compare_every": _refused(
-        "no rank holds the whole model that the stages would be compared with", "by_cost", "first_batch", "off"
+        "no rank holds the whole model, to compare stages with", "by_cost", "first_batch", "off"
     ),
-    "verify": _refused("no rank holds the whole model that the stages would be compared with", None, "off"),
-    "evaluation": _refused("pipelines evaluate in their stages", None, "sharded"),
+    "verify": _refused("no rank holds the whole model, to compare stages with", None, "off"),
+    "evaluation": _refused("pipelines always evaluate stage by stage", None, "sharded"),
     "report": _FOLLOWED,
 }
