@@ -26,7 +26,7 @@ def render_planned() -> str:
             types_by_answer[refused.get(name, "")].append(name)
     num_planned = len(types_by_answer.pop(""))
     num_refused = sum(map(len, types_by_answer.values()))
-    lines = [f"* **planned** ({num_planned}): all decoders that train (\"exact\" above), but these {num_refused}"]
+    lines = [f'* **planned** ({num_planned}): all decoders that train ("exact" above), but these {num_refused}']
     for reason, types in sorted(types_by_answer.items()):
         lines.append(f"* **refused: {reason}** ({len(types)}): {listed(types)}")
     return "\n".join(lines)

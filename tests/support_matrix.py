@@ -564,8 +564,7 @@ _FEATURE_ROWS = (
         tests=(_FEATURES + "test_recomputation_trains_as_on_one_process",),
     ),
     Row(
-        what="[attention kept for the backward](loops.md#keep-attention-for-the-backward) "
-        "(`keep_attention`)",
+        what="[attention kept for the backward](loops.md#keep-attention-for-the-backward) (`keep_attention`)",
         status="tested",
         tests=(
             "tests/integration/models/test_kept_attention.py"
