@@ -71,6 +71,7 @@ class Paper:
 
 
 MAX_CELL = 60  # characters of a table's cell that still fit a screen
+MAX_ROWS = 12  # of a table below a picture; a longer one opens by a click
 
 
 def section(figure: Mapping[str, Any], picture: str | None) -> list[str]:
@@ -86,7 +87,11 @@ def section(figure: Mapping[str, Any], picture: str | None) -> list[str]:
     if picture is not None:
         lines += [f"![{figure['name']}: {figure['title']}]({picture})", ""]
     if figure["columns"]:
-        lines += [*_rows(figure["columns"], figure["rows"]), ""]
+        table = [*_rows(figure["columns"], figure["rows"]), ""]
+        is_long = picture is not None and len(figure["rows"]) > MAX_ROWS
+        lines += (
+            ['<details markdown="1"><summary>All numbers</summary>', "", *table, "</details>", ""] if is_long else table
+        )
     lines += [f"**Assumptions.** {figure['decides']}", ""]
     if figure["command"]:
         lines += [f"Command: `{figure['command']}`", ""]
