@@ -23,6 +23,7 @@ from ds_hetero.runtime.data.shards import read_batch
 from ds_hetero.runtime.packed_weights import is_packed
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.values.plans import Plan, read_plan
+from tests.integration.models.test_adapters import EXACT
 from tests.integration.pipelines.test_pipelines import (
     LAYERS,
     adamw,
@@ -205,6 +206,84 @@ def stage_layers(plan: Plan, stage: StageModel) -> int:
     own = plan.stage_of(stage._rank)
     assert own is not None
     return own.num_layers
+
+
+SHARED_BY_LAYERS = {"VBLORA": "vector_bank", "UNILORA": "theta_d", "TINYLORA": "tinylora_v"}
+"""Adapters of which layers share trained weights, and the names of these."""
+
+SOME_KINDS = ("VERA", "RANDLORA", "IA3", "LOHA", "OFT")  # frozen weights are shared, or none
+
+
+def with_adapters_of_kind(name: str) -> Any:
+    """A Llama of four layers in fp64, with adapters that change what it computes."""
+    from peft import get_peft_model
+
+    torch.manual_seed(2)
+    model = get_peft_model(llama(num_hidden_layers=LAYERS), config_of(name)).double().train()
+    for parameter in trained(model):
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def config_of(name: str) -> Any:
+    from peft import PeftType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(name)](**EXACT[name])
+
+
+def stage_gradients_against_one_process(make: Any) -> float:
+    """Largest difference of a gradient of adapters, stage after stage in this process, from the whole model."""
+    plan = read_plan(PLANS["two stages"])
+    whole, stages = make(), []
+    for stage in plan.pipelines[0].stages:
+        model = make()
+        check_stages(model, plan)
+        stages.append(StageModel(model, plan, stage.ranks[0]))
+    (batch,) = batches(PLANS["two stages"], 1, False)
+    logits = whole(input_ids=batch["input_ids"], use_cache=False).logits
+    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+    run_stages(stages, batch)
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.requires_grad and p.grad is not None}
+    found = {
+        name: p.grad
+        for stage in stages
+        for name, p in stage.parameters().items()
+        if p.requires_grad and p.grad is not None
+    }
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+@pytest.mark.parametrize("name", SOME_KINDS)
+def test_adapters_with_weights_of_one_layer_are_exact_in_stages(name: str) -> None:
+    assert stage_gradients_against_one_process(lambda: with_adapters_of_kind(name)) < 1e-10
+
+
+@pytest.mark.parametrize("name", SHARED_BY_LAYERS)
+def test_adapters_whose_weights_layers_share_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"\({name}\) share trained weights between layers.*{SHARED_BY_LAYERS[name]}"):
+        check_stages(with_adapters_of_kind(name), read_plan(PLANS["two stages"]))
+
+
+def whole_kinds() -> list[str]:
+    """All kinds that are exact on shards and have weights of one layer."""
+    left_out = {*SOME_KINDS, *SHARED_BY_LAYERS, "LORA", "ADALORA"}
+    return [name for name in EXACT if "." not in name and name not in left_out]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of merging, of kernels for CUDA, and of sparse tensors
+@pytest.mark.parametrize("name", whole_kinds())
+def test_every_other_kind_is_exact_in_stages_or_refused(name: str) -> None:
+    """What is accepted computes the gradients of one process."""
+    try:
+        check_stages(with_adapters_of_kind(name), read_plan(PLANS["two stages"]))
+    except ModelError as error:
+        assert name in str(error)
+        return
+    assert stage_gradients_against_one_process(lambda: with_adapters_of_kind(name)) < 1e-10
 
 
 def test_parts_of_adapters_are_together_what_peft_saves(weights: str) -> None:

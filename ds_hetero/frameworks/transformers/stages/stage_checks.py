@@ -23,7 +23,10 @@ from ds_hetero.frameworks.transformers.model.model_checks import check_model, he
 from ds_hetero.frameworks.transformers.model.own_loss import own_loss_function
 from ds_hetero.frameworks.transformers.model.rotary_length import depends_on_length
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
-from ds_hetero.frameworks.transformers.stages.adapter_checks import expect_known_adapters
+from ds_hetero.frameworks.transformers.stages.adapter_checks import (
+    expect_known_adapters,
+    expect_weights_of_one_layer,
+)
 from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
 from ds_hetero.frameworks.transformers.stages.packed_weights import expect_four_bits
 from ds_hetero.frameworks.transformers.stages.parts import NO_PIPELINES, Absent, DecoderParts, parts_of
@@ -57,6 +60,7 @@ def check_cuttable(model: nn.Module) -> None:
             'model.loss_function, or leave out "parallel": "full"; a schedule that shares sequences calls the function.'
         )
     parts = parts_of(pretrained)
+    expect_weights_of_one_layer(model, pretrained, parts)
     if is_on_meta(model):
         fill_buffers(model, default_device())
     _expect_runs_parts_only(pretrained, parts)
