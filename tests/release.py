@@ -52,7 +52,7 @@ class Trial:
     file: str  # "wheel" or "sdist"
     install_s: float
     plan: str  # what `ds-hetero plan --json` printed, without the times of the search
-    training: str  # "PASS", or why training was not tried
+    training: str  # "PASS" with the release of torch, or why training was not tried
 
 
 # --- is the tree ready? ---------------------------------------------------------------------------------
@@ -216,7 +216,8 @@ def _try_training(bin_folder: Path, work: Path) -> str:
         output = _run(*launcher, "--master_port", port, script, *QUICK, *reference, cwd=work)
     if "PASS: uneven ranks train as one process" not in output:
         raise ReleaseError(f"the quick start did not say PASS:\n{output[-2000:]}")
-    return "PASS"
+    torch = _run(str(bin_folder / "python"), "-c", "import torch; print(torch.__version__)", cwd=work).strip()
+    return f"PASS, torch {torch}"
 
 
 def _clean_environment() -> dict[str, str]:
@@ -284,6 +285,8 @@ def main() -> int:
         print(f"not ready: {problem}")
     if problems:
         return 1
+    if arguments.checks != "full":
+        print(f"checks: {arguments.checks}; the rest of .ci/run, and all sweeps, must have passed on this commit")
     if unfilled := unfilled_urls():
         print(f"to fill in setup.cfg before anything is published: the URLs {', '.join(unfilled)}")
     print(f"ready. Next: git tag -a v{version} -m 'ds-hetero {version}'")
