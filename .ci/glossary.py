@@ -51,7 +51,8 @@ _MASKED = re.compile(
     r"|<!--.*?-->|<form.*?</form>|<summary>.*?</summary>|<[^>]+>"
     r"|^#.*?$|^ *\|.*?$|^:::.*?$|^!!!.*?$"  # headings, tables, directives
     r"|!?\[[^\]]*\]\([^)\s]*(?: \"[^\"]*\")?\)"  # links and pictures
-    r"|`[^`]+`",
+    r"|`[^`]+`"
+    r"|(?:[Aa]dapters?|LoRA) (?:of|have|has) (?:this )?rank\b|\b(?:four|eight|\d+) lanes\b",  # of LoRA, and of PCIe
     re.DOTALL | re.MULTILINE,
 )
 

@@ -32,6 +32,12 @@ def test_the_first_use_in_running_text_is_linked(hook):
     assert linked.startswith("# A replica\n\n`replica` and [replica](x.md).")
 
 
+def test_the_rank_of_an_adapter_and_lanes_of_a_slot_are_not_terms(hook):
+    text = "An adapter of rank 16, LoRA of rank 8; a slot with eight lanes, or 16 lanes.\n"
+    assert hook.with_links(text, "page.md") == text
+    assert "#term-lane" in hook.with_links("A batch has two lanes.\n", "page.md")
+
+
 def test_code_and_tables_stay_as_they_are(hook):
     text = "```bash\nrun the schedule\n```\n\n| schedule | rank |\n|---|---|\n| a | b |\n"
     assert hook.with_links(text, "page.md") == text
