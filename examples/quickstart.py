@@ -151,9 +151,9 @@ def _progress() -> Progress:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero2.json")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--min-tokens", type=int, default=8192)
-    parser.add_argument("--max-tokens", type=int, default=10240)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--min-tokens", type=int, default=6144)
+    parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--reference", type=Path, default=Path("runs/quickstart/reference.json"))
     return parser.parse_args()
 
