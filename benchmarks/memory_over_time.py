@@ -11,7 +11,8 @@ Both checks run on two gloo ranks with a small Llama on ZeRO-1, in processes of 
               grow. For comparison, stock Ulysses takes steps of the same lengths, unpacked, in equal shards
 
 Before each reading, every 50 steps, Python collects garbage and glibc returns its free pages: memory that only waits
-for either is not counted.
+for either is not counted. Besides resident memory, the bytes that glibc has given out and the blocks that Python uses
+are read: if these do not grow, resident memory grows because free memory is strewn over more pages.
 
 The exit code is 1 if a check fails.
 """
@@ -19,8 +20,6 @@ The exit code is 1 if a check fails.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import random
@@ -35,12 +34,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.long_run.readings import read_own_process
 from benchmarks.measure.ranks import LOOPBACK, Report, run
 from benchmarks.measure.results import FOLDER, header, progress, write
 
 RESULT = FOLDER / "memory_over_time.json"
 MAX_RATIO, MAX_BYTES_PER_STEP = 1.05, 1024
 _WARM, _PERIOD, _WINDOW = 500, 50, 5  # steps before the growth counts; steps between looks; looks in a median
+_GROWTHS = {"bytes": "resident_bytes", "heap_bytes": "heap_bytes", "python_blocks": "python_blocks"}  # in the result
 _VOCABULARY, _LENGTHS = 512, (60, 500)
 _SCHEDULE = {
     "version": 1,
@@ -75,10 +76,13 @@ def main() -> int:
         "steps": steps,
         "ratio": max(ours[-1] / stock[-1] for ours, stock in zip(engines["ours"], engines["stock"], strict=True)),
         **{
-            f"bytes_per_step_{kind}": max(_growth(of_rank["resident_bytes"]) for of_rank in by_rank)
+            f"{name}_per_step_{kind}": max(_growth(of_rank[reading]) for of_rank in by_rank)
             for kind, by_rank in steps.items()
+            for name, reading in _GROWTHS.items()
         },
-        "others_constant": all(_constant(of_rank[name]) for of_rank in steps["ours"] for name in ("threads", "files")),
+        "others_constant": all(
+            _constant(of_rank[name]) for of_rank in steps["ours"] for name in ("threads", "open_files")
+        ),
     }
     write(result, args.output)
     if args.json:
@@ -93,11 +97,11 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def _growth(resident_bytes: list[int]) -> float:
-    """Return bytes per step from `_WARM` on, between medians around either end, so that single batches do not count."""
-    warm_bytes = resident_bytes[_WARM // _PERIOD - 1 :]
-    first, last = median(warm_bytes[:_WINDOW]), median(warm_bytes[-_WINDOW:])
-    return (last - first) / (_PERIOD * (len(warm_bytes) - _WINDOW))
+def _growth(readings: list[int]) -> float:
+    """Return growth per step from `_WARM` on, between medians around either end: single batches do not count."""
+    warm = readings[_WARM // _PERIOD - 1 :]
+    first, last = median(warm[:_WINDOW]), median(warm[-_WINDOW:])
+    return (last - first) / (_PERIOD * (len(warm) - _WINDOW))
 
 
 def _constant(counts: list[int]) -> bool:
@@ -120,6 +124,9 @@ def _show(result: dict[str, Any]) -> None:
     print(f"ours / stock after the last engine: {result['ratio']:.3f} (at most {MAX_RATIO})")
     growth, of_stock = result["bytes_per_step_ours"], result["bytes_per_step_stock"]
     print(f"growth: {growth:.0f} bytes per step (below {MAX_BYTES_PER_STEP}); stock's {of_stock:.0f}")
+    for name, unit in (("heap_bytes", "bytes that glibc has given out"), ("python_blocks", "blocks of Python")):
+        ours, stock = (result[f"{name}_per_step_{kind}"] for kind in ("ours", "stock"))
+        print(f"of these in use: {ours:.2f} {unit} per step; stock's {stock:.2f}")
     print(f"threads and open files: {'constant' if result['others_constant'] else 'they change'}")
 
 
@@ -132,7 +139,7 @@ def _train_engines(rank: int, report: Report, kind: str, count: int) -> list[int
     for number in range(count):
         report(number / count, f"{kind}: engine {number + 1} of {count}")
         _train_one(kind)
-        resident.append(_held_bytes())
+        resident.append(read_own_process()["resident_bytes"])
     return resident
 
 
@@ -244,28 +251,16 @@ def _train_steps(rank: int, report: Report, kind: str, count: int) -> dict[str, 
 
     model = _model(64)
     engine, shards = _stock_engine(model, batches()) if kind == "stock" else _our_engine(model, batches(), _SCHEDULE)
-    readings: dict[str, list[int]] = {"resident_bytes": [], "threads": [], "files": []}
+    names = ("resident_bytes", "heap_bytes", "python_blocks", "threads", "open_files")
+    readings: dict[str, list[int]] = {name: [] for name in names}
     for number, shard in enumerate(shards):
         _step(engine, shard)
         if (number + 1) % _PERIOD == 0:
-            readings["resident_bytes"].append(_held_bytes())
-            readings["threads"].append(_status("Threads"))
-            readings["files"].append(len(os.listdir("/proc/self/fd")))
+            reading = read_own_process()
+            for name in names:
+                readings[name].append(reading[name])
         report((number + 1) / count, f"{kind}: step {number + 1} of {count}")
     return readings
-
-
-def _held_bytes() -> int:
-    """Return the resident memory after a garbage collection, without free pages of glibc."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return _status("VmRSS") * 1024
-
-
-def _status(name: str) -> int:
-    """Return a number of /proc/self/status; memory is in KiB."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

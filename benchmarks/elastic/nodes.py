@@ -80,7 +80,8 @@ class Node:
         others = [node for node in cluster.nodes if node.is_up and node is not self]
         command = [] if cluster.network is None else cluster.network.prefix(self.number)
         command += [sys.executable, "-m", "ds_hetero.run", "--elastic", "--job", cluster.job, "--node", self.name]
-        command += ["--listen", self.address, "--workers", str(self.workers), "--silence-s", "8"]
+        command += ["--listen", self.address, "--workers", str(self.workers)]
+        command += ["--silence-s", str(cluster.silence_s)]
         command += [] if cluster.warm_socket is None else ["--warm", str(cluster.warm_socket_of(self))]
         command += [] if cluster.keeps_majority else ["--min-ranks", "1"]
         command += ["--ranks", str(sum(node.workers for node in cluster.nodes))]
@@ -193,6 +194,7 @@ class Cluster(EventLog):
         network: that connects the nodes; None for loopback.
         keeps_majority: whether fewer than half of the ranks wait for the others.
         script: of the ranks; it takes ``--events`` and a file.
+        silence_s: seconds after which a silent worker is killed.
     """
 
     def __init__(
@@ -205,8 +207,10 @@ class Cluster(EventLog):
         *,
         keeps_majority: bool = False,
         script: Path = _SCRIPT,
+        silence_s: float = 8,
     ) -> None:
         self.folder, self.arguments, self.script = folder, arguments, script
+        self.silence_s = silence_s
         self.warm_socket = warm_socket
         self.network, self.keeps_majority = network, keeps_majority
         self.job = f"bench-{os.getpid()}-{secrets.token_hex(3)}"

@@ -15,11 +15,12 @@ from benchmarks.long_run.course import NODES, SEGMENTS, STRIKES, Strike, step_of
 from benchmarks.long_run.job import Job
 from benchmarks.long_run.ranks import AWAITS_EVENT
 from benchmarks.long_run.records import Records
+from benchmarks.long_run.start import SILENCE_S
 
 _SCRIPT = Path(__file__).with_name("ranks.py")
 RECORDS = "events.jsonl"  # as `Cluster` names it
-_LIMIT_S = 300.0  # of a start, or of an event
-_QUIET_S = 600.0  # without a step
+_LIMIT_S = 900.0  # of a start, or of an event
+_QUIET_S = 1800.0  # without a step
 
 
 class LongRunError(RuntimeError):
@@ -58,7 +59,7 @@ def _run_segment(
     """Run one segment to its end."""
     records = Records(folder / RECORDS)
     arguments = ["--folder", str(folder), "--segment", str(number), "--save-every", str(save_every)]
-    cluster = Cluster(folder, [1] * len(NODES), arguments, socket, script=_SCRIPT)
+    cluster = Cluster(folder, [1] * len(NODES), arguments, socket, script=_SCRIPT, silence_s=SILENCE_S)
     end = step_of(job, SEGMENTS[number].until)
     try:
         records.add("resume" if number else "start", segment=number, step=_checkpointed_step(records))

@@ -122,7 +122,9 @@ def _restart(records: list[Record], kind: str, began_s: float, ranks: int, node:
 def adaptations(records: list[Record], changed_at: Sequence[int], window: int = 10) -> list[dict[str, Any]]:
     """Return, for each change of speed, the shares of tokens before it and after the job has adapted.
 
-    The shares are empty where the job has ended before, as a short one does.
+    ``replanned_after`` is the number of steps until the next change of the schedule, None if there was none. With
+    documents the schedule stays, and only shares tell. They are empty where the job has ended before, as a short one
+    does.
 
     Args:
         changed_at: steps.
@@ -138,4 +140,17 @@ def adaptations(records: list[Record], changed_at: Sequence[int], window: int = 
         total = sum(row["tokens"] for row in rows)
         return {node: round(sum(row["tokens_by_node"].get(node, 0) for row in rows) / total, 3) for node in nodes}
 
-    return [{"step": at, "before": shares(at - window), "after": shares(at + 4 * window)} for at in changed_at]
+    def replanned_after(at: int) -> int | None:
+        later = [step for step in steps if step > at and step - 1 in steps]
+        changes = (step - at for step in later if steps[step]["changes"] > steps[step - 1]["changes"])
+        return next(changes, None)
+
+    return [
+        {
+            "step": at,
+            "before": shares(at - window),
+            "after": shares(at + 4 * window),
+            "replanned_after": replanned_after(at),
+        }
+        for at in changed_at
+    ]

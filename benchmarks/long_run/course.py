@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.long_run.job import Job
+from benchmarks.long_run.start import cluster_of
 
 NODES = ("n0", "n1", "n2", "n3")  # of one rank each
 _WHOLE = 1000
@@ -103,7 +104,7 @@ def section(job: Job, segment: Segment, nodes: Sequence[str], step: int, save_ev
     if segment.placement == "documents":
         placement["min_cut_tokens"] = 32
     return {
-        "cluster": _cluster(nodes, cores),
+        "cluster": cluster_of(nodes, cores),
         "schedule": _schedule(job, segment) if segment.groups and is_complete else "plan",
         "seq_len": job.longest,
         "placement": placement,
@@ -123,22 +124,4 @@ def _schedule(job: Job, segment: Segment) -> dict[str, Any]:
         "num_kv_heads": job.kv_heads,
         "layout": "zigzag",
         "groups": groups,
-    }
-
-
-def _cluster(nodes: Sequence[str], cores: Sequence[float]) -> dict[str, Any]:
-    """Return a cluster file: devices as fast as their shares of a core, and links of one machine."""
-    devices = {
-        f"device-{node}": {
-            "peak_tflops": 0.05 * share,
-            "memory_gib": 4,
-            "memory_bandwidth_gb_per_s": 10 * share,
-        }
-        for node, share in zip(nodes, cores, strict=True)
-    }
-    link = {"bandwidth_gb_per_s": 1, "latency_us": 50}
-    return {
-        "nodes": [{"name": node, "device": f"device-{node}", "count": 1, "link": link} for node in nodes],
-        "network": link,
-        "devices": devices,
     }

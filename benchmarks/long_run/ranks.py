@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from benchmarks.long_run.job import (
     training_rows,
 )
 from benchmarks.long_run.records import Records
+from benchmarks.long_run.start import configuration, own_node, parser_of_rank, start_rank
 
 CHECKPOINT = "checkpoint"
 AWAITS_EVENT = "awaits-event"  # file that is there while the driver waits for the job to go on
@@ -33,24 +33,16 @@ _TAG = "last"
 
 def main() -> None:
     """Train one segment of the job."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--events", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser = parser_of_rank()
     parser.add_argument("--segment", type=int, required=True)
     parser.add_argument("--save-every", type=int, required=True)
-    parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
-    job, records = Job.read(options.folder / "job.json"), Records(options.events)
-    records.add("spawn", pid=os.getpid(), agent=os.environ.get("DS_HETERO_ELASTIC_AGENT"))
+    job = Job.read(options.folder / "job.json")
+    records, handle = start_rank(options.events)
 
     import deepspeed
     import torch.distributed as dist
 
-    import ds_hetero
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
-    handle = ds_hetero.register()
-    deepspeed.init_distributed("gloo")
     nodes = _nodes_of_ranks()
     records.add("init", rank=dist.get_rank(), world_size=len(nodes))
     begins_at = max((record["step"] for record in records.read() if record["event"] == "step"), default=0)
@@ -62,19 +54,15 @@ def main() -> None:
         model=model,
         optimizer=optimizer,
         lr_scheduler=make_scheduler(job, optimizer),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": job.clip,
-            "zero_optimization": {"stage": 2},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": job.dtype == "bf16"},
-            "steps_per_print": 10**9,
-            "heterogeneity": {
+        config=configuration(
+            {
                 **section(job, segment, nodes, begins_at, options.save_every),
                 "evaluation": "sharded",
                 "report": str(options.folder / f"run-{options.segment}"),
             },
-        },
+            gradient_clipping=job.clip,
+            bf16={"enabled": job.dtype == "bf16"},
+        ),
     )
     records.add("built", rank=dist.get_rank(), world_size=len(nodes))
     loader = handle.elastic(handle.dataloader(make_loader(training_rows(job))))
@@ -163,11 +151,11 @@ def _counts(shard: Any) -> tuple[list[int], int]:
 
 
 def _nodes_of_ranks() -> list[str]:
-    """Return the node of every rank; an agent's name is that of its node and a number."""
+    """Return the node of every rank."""
     import torch.distributed as dist
 
     nodes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(nodes, os.environ["DS_HETERO_ELASTIC_AGENT"].rpartition("-")[0])
+    dist.all_gather_object(nodes, own_node())
     return nodes
 
 

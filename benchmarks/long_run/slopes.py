@@ -12,6 +12,7 @@ from scipy.stats import linregress, t
 
 WARM_UP = 0.25  # of the run: caches fill, allocators reach their size
 BLOCKS = 20
+FEWEST_READINGS = math.ceil(BLOCKS / (1 - WARM_UP))
 _CONFIDENCE = 0.95
 
 

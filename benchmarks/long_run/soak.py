@@ -6,15 +6,17 @@
 The job saves to memory, evaluates, writes checkpoints over each other, re-plans its schedule for a rank that is slow in
 turn, and keeps ``run.json`` and DeepSpeed's monitor. Every 100 steps (20 of a quick soak) are read:
 
-    of every rank             resident memory without shared pages, shared memory, threads, open files, Python objects
+    of every rank             resident memory without shared pages, shared memory, threads, open files, Python objects;
+                              bytes that glibc has given out, blocks that Python uses
     of every other process    the same: launchers, agents and servers of the nodes
     of folders                bytes and files: /dev/shm, logs, run.json, checkpoints; the monitor's, which grow
     of steps                  seconds
 
 Before a rank's reading, Python collects garbage and glibc returns its free pages. Each quantity gets the slope of a
 line through it, with a confidence interval that is wide enough for all of them together; see
-`benchmarks.long_run.slopes`. The exit code is 1 if one of them grows beyond noise. Readings are kept in the folder, and
-``--of-readings`` judges those of a soak that was stopped.
+`benchmarks.long_run.slopes`. The exit code is 1 if one of them grows beyond noise. The result is written every
+1,000 steps, and when the command is stopped by SIGTERM or Ctrl-C; ``--of-readings`` judges the readings in the folder
+again.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ from rich.table import Table
 from benchmarks.elastic.nodes import Cluster, Node, children_of, warm_server
 from benchmarks.long_run.readings import read_folder, read_process
 from benchmarks.long_run.records import Record, Records
-from benchmarks.long_run.slopes import slope_of
+from benchmarks.long_run.slopes import FEWEST_READINGS, slope_of
 from benchmarks.long_run.soak_ranks import NODES
+from benchmarks.long_run.start import SILENCE_S
 from benchmarks.measure.results import FOLDER, header, write
 
 STEPS, QUICK_STEPS = 20_000, 600
-_READ_EVERY, _QUICK_READ_EVERY = 100, 20  # steps
+_READ_EVERY, _QUICK_READ_EVERY, _WRITE_EVERY = 100, 20, 1000  # steps
 _CACHE = FOLDER.parents[1] / ".cache" / "long_run" / "soak"
 _SCRIPT = Path(__file__).with_name("soak_ranks.py")
 _EVENTS, _OUTSIDE = "events.jsonl", "outside.jsonl"
-_QUIET_S = 600.0  # without a reading
+_QUIET_S = 1800.0  # without a reading
 _GROWS_BY_DESIGN = ("monitor bytes",)  # a line per report
 
 
@@ -60,14 +63,19 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of nodes are ended
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+    output = options.output or FOLDER / f"long_run_soak{'_quick' if options.quick else ''}.json"
+    head = header(" ".join(["python -m benchmarks.long_run.soak", *sys.argv[1:]]))
     if not options.of_readings:
         shutil.rmtree(options.folder, ignore_errors=True)
         options.folder.mkdir(parents=True)
-        run(options.folder, steps, _QUICK_READ_EVERY if options.quick else _READ_EVERY)
-    records = [record for name in (_EVENTS, _OUTSIDE) for record in Records(options.folder / name).read()]
-    command = " ".join(["python -m benchmarks.long_run.soak", *sys.argv[1:]])
-    result = {**header(command), **summarize(records)}
-    write(result, options.output or FOLDER / f"long_run_soak{'_quick' if options.quick else ''}.json")
+        try:
+            run(options.folder, steps, _QUICK_READ_EVERY if options.quick else _READ_EVERY, output, head)
+        except (KeyboardInterrupt, SystemExit):
+            judge(options.folder, output, head)
+            raise
+    result = judge(options.folder, output, head)
+    if result is None:
+        parser.error(f"{options.folder} has fewer than {FEWEST_READINGS} readings of each quantity; give more --steps")
     if options.json:
         print(json.dumps(result))
     else:
@@ -75,12 +83,32 @@ def main() -> int:
     return 0 if result["steps"] >= steps and not result["growing"] else 1
 
 
-def run(folder: Path, steps: int, read_every: int) -> None:
-    """Run the job to its end, and read what is outside of the ranks whenever they have read themselves."""
+def judge(folder: Path, output: Path, head: dict[str, Any]) -> dict[str, Any] | None:
+    """Write the result of the readings so far, and return it; None if they are too few.
+
+    Args:
+        folder: of the job.
+        head: begin of the result.
+    """
+    records = [record for name in (_EVENTS, _OUTSIDE) for record in Records(folder / name).read()]
+    if min(map(len, series_of(records).values()), default=0) < FEWEST_READINGS:
+        return None
+    result = {**head, **summarize(records)}
+    write(result, output)
+    return result
+
+
+def run(folder: Path, steps: int, read_every: int, output: Path, head: dict[str, Any]) -> None:
+    """Run the job to its end, and read what is outside of the ranks whenever they have read themselves.
+
+    Args:
+        folder: of the job.
+        output, head: see `judge`.
+    """
     outside = Records(folder / _OUTSIDE)
     arguments = ["--folder", str(folder), "--steps", str(steps), "--read-every", str(read_every)]
     with warm_server(folder) as socket:
-        cluster = Cluster(folder, [1] * len(NODES), arguments, socket, script=_SCRIPT)
+        cluster = Cluster(folder, [1] * len(NODES), arguments, socket, script=_SCRIPT, silence_s=SILENCE_S)
         try:
             cluster.start()
             latest, latest_s = 0, time.monotonic()
@@ -92,6 +120,8 @@ def run(folder: Path, steps: int, read_every: int) -> None:
                     print(f"step {latest:,} of {steps:,}", end="\r", file=sys.stderr, flush=True)
                     for name, reading in _read_outside(cluster, folder):
                         outside.add("outside", step=latest, of=name, **reading)
+                    if latest % _WRITE_EVERY == 0:
+                        judge(folder, output, head)
                 if time.monotonic() - latest_s > _QUIET_S:
                     raise RuntimeError(f"no reading after step {latest} within {_QUIET_S:.0f} s; logs: {folder}/n*.log")
         finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import Tensor
 from benchmarks.elastic.small_model import VOCAB, make_model
 from benchmarks.long_run.examples import emulated_speed
 from benchmarks.long_run.readings import read_own_process
-from benchmarks.long_run.records import Records
+from benchmarks.long_run.start import cluster_of, configuration, own_node, parser_of_rank, start_rank
 
 NODES = ("n0", "n1", "n2")
 EVALUATE_EVERY, CHECKPOINT_EVERY, SLOW_FOR = 500, 1000, 2000  # steps
@@ -26,28 +24,19 @@ _SLOW = 0.5  # of a core: one node at a time, so that re-planning changes the sc
 
 def main() -> None:
     """Train."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--events", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser = parser_of_rank()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--read-every", type=int, required=True)
-    parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
-    records = Records(options.events)
-    node = os.environ["DS_HETERO_ELASTIC_AGENT"].rpartition("-")[0]
-    records.add("spawn", pid=os.getpid(), agent=os.environ["DS_HETERO_ELASTIC_AGENT"])
+    records, handle = start_rank(options.events)
+    node = own_node()
 
     import deepspeed
     import torch.distributed as dist
 
-    import ds_hetero
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
-    handle = ds_hetero.register()
-    deepspeed.init_distributed("gloo")
     model = make_model(width=48, length=_LENGTHS[1], layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_configuration(options.folder))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration_of(options.folder))
     loader = handle.elastic(handle.dataloader(_make_loader()))
     world_size = dist.get_world_size()
     records.add("ready", rank=dist.get_rank(), world_size=world_size, step=engine.global_steps)
@@ -76,23 +65,11 @@ def main() -> None:
                 return
 
 
-def _configuration(folder: Path) -> dict[str, Any]:
-    devices = {f"device-{node}": {"peak_tflops": 0.05, "memory_gib": 4} for node in NODES}
-    link = {"bandwidth_gb_per_s": 1, "latency_us": 50}
-    cluster = {
-        "nodes": [{"name": node, "device": f"device-{node}", "count": 1, "link": link} for node in NODES],
-        "network": link,
-        "devices": {name: {**device, "memory_bandwidth_gb_per_s": 10} for name, device in devices.items()},
-    }
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "csv_monitor": {"enabled": True, "output_path": str(folder / "monitor"), "job_name": "soak"},
-        "heterogeneity": {
-            "cluster": cluster,
+def configuration_of(folder: Path) -> dict[str, Any]:
+    """Return ds_config.json; report, monitor and checkpoints are in ``folder``."""
+    return configuration(
+        {
+            "cluster": cluster_of(NODES, [1.0] * len(NODES)),
             "seq_len": _LENGTHS[1],
             "placement": "stream",
             "replan": {"enabled": True},
@@ -100,7 +77,9 @@ def _configuration(folder: Path) -> dict[str, Any]:
             "evaluation": "sharded",
             "report": str(folder / "report"),
         },
-    }
+        gradient_clipping=1.0,
+        csv_monitor={"enabled": True, "output_path": str(folder / "monitor"), "job_name": "soak"},
+    )
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

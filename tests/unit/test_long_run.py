@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
-from benchmarks.long_run import compare
+from benchmarks.long_run import compare, soak, soak_ranks
 from benchmarks.long_run.course import NODES, SEGMENTS, SPEEDS, STRIKES, section, step_of
 from benchmarks.long_run.job import Job
+from benchmarks.long_run.readings import read_own_process
 from benchmarks.long_run.records import Records
-from benchmarks.long_run.slopes import slope_of
+from benchmarks.long_run.slopes import FEWEST_READINGS, slope_of
+from benchmarks.long_run.start import own_node, parser_of_rank
 from ds_hetero.values.section import read_section
 
 STEPS = range(100, 20_001, 100)
@@ -91,16 +95,51 @@ def test_the_course_is_valid_for_all_nodes_and_for_those_that_are_left(steps):
             assert read_section(section(job, segment, nodes, 0, 4)).replan.enabled
 
 
-def test_shares_are_told_around_a_change_of_speed_and_are_empty_where_the_job_has_ended():
+def test_the_ranks_of_the_soak_have_a_valid_section_and_know_their_node(monkeypatch, tmp_path):
+    arguments = ["--events", "events.jsonl", "--folder", str(tmp_path), "--local_rank", "0"]
+    options = parser_of_rank().parse_args(arguments)
+    assert options.events == Path("events.jsonl")
+    assert read_section(soak_ranks.configuration_of(options.folder)["heterogeneity"]).replan.enabled
+    monkeypatch.setenv("DS_HETERO_ELASTIC_AGENT", "node-7-0")
+    assert own_node() == "node-7"
+
+
+def test_a_soak_that_is_stopped_is_judged_by_the_readings_so_far(tmp_path):
+    records, output = Records(tmp_path / "events.jsonl"), tmp_path / "result.json"
+    records.add("ready", rank=0)
+    for step in range(1, FEWEST_READINGS):
+        records.add("reading", step=step, rank=0, node="n0", seconds=0.1, changes=0, threads=7)
+    assert soak.judge(tmp_path, output, {}) is None
+    records.add("reading", step=FEWEST_READINGS, rank=0, node="n0", seconds=0.1, changes=0, threads=7)
+    result = soak.judge(tmp_path, output, {"command": "soak"})
+    assert json.loads(output.read_text()) == result
+    assert (result["steps"], result["growing"]) == (FEWEST_READINGS, [])
+    assert set(result["series"]) == {"seconds a step", "rank 0 threads"}
+
+
+def test_a_reading_tells_memory_that_libraries_and_python_have_in_use():
+    before = read_own_process()
+    held = bytearray(10**7), [str(number) for number in range(10_000)]
+    after = read_own_process()
+    assert 10**7 <= after["heap_bytes"] - before["heap_bytes"] < 1.5e7
+    assert 10_000 <= after["python_blocks"] - before["python_blocks"] < 12_000
+    assert after["resident_bytes"] - before["resident_bytes"] > 0.9e7
+    del held
+
+
+def test_shares_and_the_next_schedule_are_told_of_a_change_of_speed_and_are_empty_where_the_job_has_ended():
     rows = [
         {
             "event": "step",
             "step": step,
             "tokens": 4,
             "tokens_by_node": {"n0": 3, "n1": 1} if step < 20 else {"n0": 2, "n1": 2},
+            "changes": 1 + (step >= 32) if step < 36 else 0,  # the job was resumed at step 36
         }
         for step in range(40)
     ]
-    early, late = compare.adaptations(rows, [20, 100], window=2)
-    assert early == {"step": 20, "before": {"n0": 0.75, "n1": 0.25}, "after": {"n0": 0.5, "n1": 0.5}}
-    assert late == {"step": 100, "before": {}, "after": {}}
+    early, late, last = compare.adaptations(rows, [20, 33, 100], window=2)
+    shares = {"before": {"n0": 0.75, "n1": 0.25}, "after": {"n0": 0.5, "n1": 0.5}}
+    assert early == {"step": 20, **shares, "replanned_after": 12}
+    assert late["replanned_after"] is None
+    assert last == {"step": 100, "before": {}, "after": {}, "replanned_after": None}

@@ -20,6 +20,7 @@ from ds_hetero.planner import planning
 from ds_hetero.planner.replan.measured_speeds import at_speeds, measured_speeds, snapped_speeds
 from ds_hetero.planner.replan.policy import GainEstimate, Observation, Policy, ProposedChange
 from ds_hetero.planner.replan.proportional import ProportionalEstimate
+from ds_hetero.planner.search.shares import apportion
 from ds_hetero.values.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,10 @@ class PlannedEstimate:
         except HeteroError as error:
             logger.warning("the job keeps its schedule, since the planner found no other one: %s", error)
             return None
+        finally:
+            # Keys of this cache are speeds, and those of the next search are others: a job of many observations would
+            # fill it with 65,536 entries that it never reads again, 12 KB per search.
+            apportion.cache_clear()
         logger.debug("searched another schedule for %s", time_text(time.perf_counter() - started))
         return plan.schedule.shifted(self._schedule.ranks[0])
 

@@ -17,6 +17,7 @@ from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.replan.planned import PlannedEstimates
 from ds_hetero.planner.replan.policy import Observation
+from ds_hetero.planner.search.shares import apportion
 from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.plans import Plan
@@ -147,6 +148,15 @@ def test_the_planner_gives_a_slow_device_less():
     again = PlannedEstimates(COST, None)(best, observe(best, (1.0, 1.0, 0.4, 1.0)))
     assert again.speeds == pytest.approx([1.0, 1.0, 0.4, 1.0])
     assert again.gain(again.best()) < 0.02
+
+
+def test_searches_of_a_running_job_leave_no_entry_in_the_cache_of_the_planner():
+    present = plan(CLUSTER, MODEL, SEQ_LEN).schedule
+    assert apportion.cache_info().currsize > 0  # one search: its entries are used again while it runs
+    estimates = PlannedEstimates(COST, None)
+    for speed in (0.4, 0.5):
+        estimates(present, observe(present, (1.0, 1.0, speed, 1.0))).best()
+        assert apportion.cache_info().currsize == 0
 
 
 def test_a_rank_without_work_keeps_the_speed_it_was_known_by():
