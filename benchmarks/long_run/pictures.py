@@ -31,7 +31,7 @@ _NAMES = {"worker": "killed", "notice": "leaves", "join": "back", "resume": "res
 
 
 def path_of(name: str, theme: str) -> Path:
-    """File of a picture, "long-run" or "soak", in a theme, "light" or "dark"."""
+    """File of a picture, one of `DRAWINGS`, in a theme, "light" or "dark"."""
     return PICTURES / f"{name}-{theme}.svg"
 
 
@@ -41,12 +41,7 @@ def draw_run(result: dict[str, Any], theme: str, path: Path) -> None:
     curves, colours = result["curves"], COLOURS[theme]
     losses, differences, rates, tokens, seconds = panels
 
-    losses.plot(_smooth(curves["alone"]["loss"]), color=colours[1], linewidth=2.4, label="one process")
-    losses.plot(_smooth(curves["ranks"]["loss"]), color=colours[0], linewidth=1, label="four unequal ranks")
-    for part, mark, colour in (("ranks", "o", colours[0]), ("alone", "x", colours[1])):
-        steps = [int(step) for step in curves[part]["evaluation"]]
-        evaluation = list(curves[part]["evaluation"].values())
-        losses.plot(steps, evaluation, mark, color=colour, markersize=4, fillstyle="none", label="evaluation")
+    _draw_losses(losses, curves, theme)
     _title(losses, f"Loss, mean of {_SMOOTH} steps", theme, pad=26)  # names of events are below
 
     runs = {"rounded": "one process, sums in another order", "last_bit": "one process, last bits moved"}
@@ -70,14 +65,46 @@ def draw_run(result: dict[str, Any], theme: str, path: Path) -> None:
     seconds.set_xlabel("step", color=THEMES[theme]["text"])
 
     for panel in panels:
-        for step, _ in _marks(result):
-            panel.axvline(step, color=THEMES[theme]["grey"], linestyle=":", linewidth=0.8)
-    for step, text in _marks(result):
-        panels[0].text(step, 1.02, text, transform=panels[0].get_xaxis_transform(), **_small(theme, rotation=30))
+        _mark_events(panel, result, theme)
+    _name_events(losses, result, theme)
     tokens.set_ylim(0, 0.7)
     for panel, place in ((losses, "upper right"), (differences, "lower right"), (tokens, "upper right")):
-        panel.legend(frameon=False, labelcolor=THEMES[theme]["text"], fontsize=8, ncols=4, loc=place, handlelength=1.2)
+        _legend(panel, theme, place)
     _save(figure, path)
+
+
+def draw_losses(result: dict[str, Any], theme: str, path: Path) -> None:
+    """Write the picture of the losses alone, for the README."""
+    figure, (losses,) = _figure(1, 3.0, theme)
+    _draw_losses(losses, result["curves"], theme)
+    _title(losses, f"Loss, mean of {_SMOOTH} steps, and evaluation loss", theme, pad=26)
+    losses.set_xlabel("step", color=THEMES[theme]["text"])
+    _mark_events(losses, result, theme)
+    _name_events(losses, result, theme)
+    _legend(losses, theme, "upper right")
+    _save(figure, path)
+
+
+def _draw_losses(panel: Any, curves: dict[str, Any], theme: str) -> None:
+    """Draw the losses of both runs, and their evaluations."""
+    colours = COLOURS[theme]
+    panel.plot(_smooth(curves["alone"]["loss"]), color=colours[1], linewidth=2.4, label="one process")
+    panel.plot(_smooth(curves["ranks"]["loss"]), color=colours[0], linewidth=1, label="four unequal ranks")
+    for part, mark, colour in (("ranks", "o", colours[0]), ("alone", "x", colours[1])):
+        steps = [int(step) for step in curves[part]["evaluation"]]
+        evaluation = list(curves[part]["evaluation"].values())
+        panel.plot(steps, evaluation, mark, color=colour, markersize=4, fillstyle="none", label="evaluation")
+
+
+def _mark_events(panel: Any, result: dict[str, Any], theme: str) -> None:
+    for step, _ in _marks(result):
+        panel.axvline(step, color=THEMES[theme]["grey"], linestyle=":", linewidth=0.8)
+
+
+def _name_events(panel: Any, result: dict[str, Any], theme: str) -> None:
+    """Write the names of events above a panel."""
+    for step, text in _marks(result):
+        panel.text(step, 1.02, text, transform=panel.get_xaxis_transform(), **_small(theme, rotation=30))
 
 
 def _marks(result: dict[str, Any]) -> list[tuple[int, str]]:
@@ -120,7 +147,7 @@ def _figure(num_panels: int, height: float, theme: str) -> tuple[Any, Sequence[A
 
     with rc_context({"font.size": 9}):
         figure = Figure(figsize=(7.2, height), layout="constrained")
-        panels = figure.subplots(num_panels, sharex=True)
+        panels = figure.subplots(num_panels, sharex=True, squeeze=False)[:, 0]
     for panel in panels:
         panel.tick_params(colors=THEMES[theme]["text"], length=0)
         panel.spines[:].set_visible(False)
@@ -131,6 +158,10 @@ def _figure(num_panels: int, height: float, theme: str) -> tuple[Any, Sequence[A
 
 def _title(panel: Any, text: str, theme: str, pad: float = 6.0) -> None:
     panel.set_title(text, loc="left", pad=pad, color=THEMES[theme]["text"])
+
+
+def _legend(panel: Any, theme: str, place: str) -> None:
+    panel.legend(frameon=False, labelcolor=THEMES[theme]["text"], fontsize=8, ncols=4, loc=place, handlelength=1.2)
 
 
 def _small(theme: str, **more: Any) -> dict[str, Any]:
@@ -166,6 +197,7 @@ def main() -> None:
 
 DRAWINGS = {
     "long-run": (FOLDER / "long_run_fp32.json", draw_run),
+    "long-run-losses": (FOLDER / "long_run_fp32.json", draw_losses),
     "soak": (FOLDER / "long_run_soak.json", draw_soak),
 }
 
