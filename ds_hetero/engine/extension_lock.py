@@ -63,7 +63,7 @@ def describe_lock(lock: Path) -> str:
     return (
         f"waits for {lock}, {made}, and no process that can be seen from here has it open: its maker was probably "
         "killed while it compiled. If none compiles on another host either, delete the file and start the job again: "
-        "a process that waits for the file does not compile."
+        "processes that wait do not compile."
     )
 
 
