@@ -260,6 +260,19 @@ class Cluster(EventLog):
             self.nodes[0].place.folder.parent.rmdir()
 
 
+def exit_at_sigterm() -> None:
+    """Let SIGTERM end this process by SystemExit, so that it ends the processes of nodes; ignore it from then on.
+
+    The command `timeout` sends it twice, to the process and to its group. The second one would interrupt the end.
+    """
+
+    def leave(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 def environment_of_ranks() -> dict[str, str]:
     """Return the environment of all processes that are started here."""
     path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")]))

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.elastic.nodes import environment_of_ranks
+from benchmarks.elastic.nodes import environment_of_ranks, exit_at_sigterm
 from benchmarks.long_run import alone, cluster, compare
 from benchmarks.long_run.course import SPEEDS, step_of
 from benchmarks.long_run.job import Job
@@ -63,7 +62,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts: {sorted(unknown)} is not of {', '.join(PARTS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of nodes are ended
+    exit_at_sigterm()
     name = f"{options.dtype}{'_quick' if options.quick else ''}"
     folder = options.folder or _CACHE / (
         name if options.steps == parser.get_default("steps") else f"{name}_{options.steps}"

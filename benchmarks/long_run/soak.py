@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.elastic.nodes import Cluster, Node, children_of, warm_server
+from benchmarks.elastic.nodes import Cluster, Node, children_of, exit_at_sigterm, warm_server
 from benchmarks.long_run.readings import read_folder, read_process
 from benchmarks.long_run.records import Record, Records
 from benchmarks.long_run.slopes import FEWEST_READINGS, slope_of
@@ -61,7 +60,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=_CACHE)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of nodes are ended
+    exit_at_sigterm()
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     output = options.output or FOLDER / f"long_run_soak{'_quick' if options.quick else ''}.json"
     head = header(" ".join(["python -m benchmarks.long_run.soak", *sys.argv[1:]]))

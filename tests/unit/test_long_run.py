@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from benchmarks.long_run.records import Records
 from benchmarks.long_run.slopes import FEWEST_READINGS, slope_of
 from benchmarks.long_run.start import own_node, parser_of_rank
 from ds_hetero.values.section import read_section
+from tests.support import ROOT
 
 STEPS = range(100, 20_001, 100)
 
@@ -115,6 +118,21 @@ def test_a_soak_that_is_stopped_is_judged_by_the_readings_so_far(tmp_path):
     assert json.loads(output.read_text()) == result
     assert (result["steps"], result["growing"]) == (FEWEST_READINGS, [])
     assert set(result["series"]) == {"seconds a step", "rank 0 threads"}
+
+
+def test_a_second_sigterm_does_not_interrupt_the_end_of_a_benchmark():
+    code = """
+import os, signal
+from benchmarks.elastic.nodes import exit_at_sigterm
+exit_at_sigterm()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("ended")
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (1, "ended\n"), run.stderr
 
 
 def test_a_reading_tells_memory_that_libraries_and_python_have_in_use():
