@@ -129,11 +129,11 @@ def _offloaded(work: Workload) -> str:
 
 
 def against_baselines(planned: PlannedSchedule) -> str:
-    """Return how many times as fast as each baseline the plan is: ``1.31 x usp 2x8, no ring`` (ring does not fit)."""
+    """Return how many times as fast as each baseline the plan is: ``1.31 x usp 2x8, ring not possible``."""
     parts = []
     for kind, prediction in planned.baselines.items():
         if prediction is None:
-            parts.append(f"no {kind}")
+            parts.append(f"{kind} not possible")
         else:
             gain = planned.prediction.tokens_per_s / prediction.tokens_per_s
             parts.append(f"{gain:.2f} x {planned.baseline_names[kind]}")
@@ -165,7 +165,7 @@ def searched_text(searched: SearchedPipelines) -> str:
     gains = [
         f"{baseline.value / planned.value:.2f} x {baseline.name}"
         if baseline.value is not None
-        else f"no {baseline.name}"
+        else f"{baseline.name} not possible"
         for baseline in planned.baselines.values()
     ]
     lines += [f"not {inner + ':':8}{reason}" for inner, reason in searched.facts.impossible_stage_kinds.items()]
