@@ -1,4 +1,4 @@
-"""Hook of mkdocs: let long names in tables break behind their dots and underscores, so that a phone has room for them."""
+"""Hook of mkdocs: let long names in tables break behind dots and underscores, so that they fit on a phone."""
 
 from __future__ import annotations
 
