@@ -77,7 +77,7 @@ def script_lines(job: Job) -> list[str]:
     if work.activation_checkpointing and work.offload_activations:
         lines.append("model.activation_checkpointing_enable(offload=True)")
     elif work.activation_checkpointing:
-        lines.append("model.gradient_checkpointing_enable()   # activation_..., from transformers 5.23 on")
+        lines.append("model.gradient_checkpointing_enable()   # transformers 5.23: activation_checkpointing_enable()")
     return lines
 
 
@@ -211,7 +211,7 @@ def _further_changes(job: Job) -> list[str]:
     work = job.workload
     lines = []
     if work.adapter_rank:
-        lines.append(f"Adapters are yours: {work.trained_in_words} (peft's `get_peft_model`).")
+        lines.append(f"Add the adapters in your script: {work.trained_in_words} (`get_peft_model` of PEFT).")
     arguments = trainer_arguments(job)
     if arguments is None:
         assert isinstance(job.planned, PlannedBatch)
