@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 def time_text(seconds: float) -> str:
-    """Write a time as ``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``."""
+    """Write a time as ``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``; no time as ``0 s``."""
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
