@@ -22,7 +22,7 @@ _SHAPE = {
 
 
 def llama(size: str, seed: int = 0) -> LlamaForCausalLM:
-    """10 query heads over 5 KV heads, tied embeddings, equal weights in every process.."""
+    """10 query heads over 5 KV heads, tied embeddings, equal weights in every process."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
