@@ -9,7 +9,7 @@ It does two or three optimizer steps: forward, backward with recomputations, opt
     syncs_in_layers  waits of the host inside decoder layers, forward and backward
     syncs            other waits in a forward, by name
     mixtures         operators whose tensors are on several devices
-    launches         of an attention layer, forward and backward, and those of stock Ulysses with equal shards
+    launches         of an attention layer, forward and backward, in rings, and beside stock Ulysses with equal shards
     peak             bytes on the device by cause, in blocks of 512 bytes as CUDA's caching allocator allocates, and the
                      estimate of `ds-hetero fit`, which counts no towers for images
 
@@ -100,20 +100,21 @@ def _run(tasks: list[tuple[Setting, int, int | None]], counts: list[int], proces
 
     use_device()  # and all imports, before processes are made
     rows: list[dict[str, Any]] = []
-    launches: list[dict[str, Any]] = []
     workers = multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1)
     with progress(Console(stderr=True)) as report, workers as pool:
         of_layers = pool.map_async(_launches, counts, chunksize=1)
+        of_rings = pool.map_async(_launches_of_ring, ["ring of 8", "two unequal groups of 4"], chunksize=1)
         for row in pool.imap(_rank_row, tasks, chunksize=1):
             rows.append(row)
             report(len(rows) / len(tasks), row["job"])
-        launches = of_layers.get()
+        launches, in_rings = of_layers.get(), of_rings.get()
     mixtures = sorted({place for row in rows for place in row.get("mixture_places", ())})
     return {
         "syncs_in_layers": sum(row.get("syncs_in_layers", 0) for row in rows),
         "mixtures": len(mixtures),
         "mixture_places": mixtures,
         "launches": launches,
+        "launches_in_rings": in_rings,
         "peaks": {f"{row['job']}, rank {row['rank']}": row.get("peak_bytes") for row in rows},
         "ranks": rows,
     }
@@ -123,6 +124,12 @@ def _launches(num_ranks: int) -> dict[str, Any]:
     from benchmarks.fake_gpu.launches import launches_per_layer
 
     return launches_per_layer(num_ranks)
+
+
+def _launches_of_ring(name: str) -> dict[str, Any]:
+    from benchmarks.fake_gpu.launches import launches_of_ring
+
+    return launches_of_ring(name)
 
 
 def _rank_row(task: tuple[Setting, int, int | None]) -> dict[str, Any]:
@@ -185,6 +192,8 @@ def _show(result: dict[str, Any]) -> None:
     for row in result["launches"]:
         counts = f"{row['ours']} launches per attention layer, stock {row['stock']}"
         print(f"{row['ranks']} ranks: {counts}: {row['ratio']:.2f}")
+    for row in result["launches_in_rings"]:
+        print(f"{row['ring']}: {row['forward']} launches forward, {row['backward']} backward per attention layer")
     print(f"syncs in layers: {result['syncs_in_layers']}, mixtures of devices: {result['mixtures']}")
 
 

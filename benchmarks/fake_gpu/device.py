@@ -75,13 +75,14 @@ def _answers() -> Iterator[None]:
 
     from ds_hetero.runtime import collectives, process_groups
     from ds_hetero.runtime.attention import batch_layout, channel, local_batch
-    from ds_hetero.runtime.attention.kernels import torch_native
+    from ds_hetero.runtime.attention.kernels import merge, torch_native
 
     where = device()
     exchanging = (collectives, process_groups, batch_layout, local_batch)
     changes = [
         (modeling_qwen3_next, "torch_chunk_gated_delta_rule", _delta_rule),
         (torch_native, "_operators", _operators),
+        (merge, "chosen_merge", lambda *output: _merge),
         (torch.cuda, "current_device", lambda: 0),
         (nn.Module, "_apply", _apply_unless_same(nn.Module._apply)),
         (Tensor, "data_ptr", lambda tensor: 0),  # of an allocator that aligns what it hands out
@@ -111,6 +112,14 @@ def _operators(where: torch.device, dtype: torch.dtype, head_dim: int, softcap: 
     has_flash = softcap is None and dtype in (torch.float16, torch.bfloat16) and not head_dim % 8 and head_dim <= 256
     return torch_native._FLASH if has_flash else torch_native._PLAIN
 
+
+@torch.library.custom_op("fake_gpu::merge_", mutates_args=("out", "lse"))
+def _merge(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> None:
+    """Stand for the kernel of `ds_hetero.runtime.attention.kernels.merge`."""
+    raise NotImplementedError("on fake tensors alone")
+
+
+_merge.register_fake(lambda out, lse, out_block, lse_block: None)
 
 _CHUNK = 64  # tokens of a chunk of flash-linear-attention, which keeps a triangle of each
 

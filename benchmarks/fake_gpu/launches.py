@@ -1,4 +1,4 @@
-"""Launches of one attention layer, forward and backward, and those of stock Ulysses with equal shards."""
+"""Launches of one attention layer, forward and backward: in rings, and beside stock Ulysses with equal shards."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.values.baselines import ulysses
+from ds_hetero.values.baselines import ring, ulysses
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Plan
-from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.schedule import Group, Schedule
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3.1-8B
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,8 +43,53 @@ def launches_per_layer(num_ranks: int, length: int = 65_536) -> dict[str, Any]:
     return result
 
 
-def _run(attend: _Attend, tokens: int, recorder: Recorder) -> list[Operation]:
-    """Run a forward and a backward of attention under the recorder."""
+# Rings of 65,536 tokens: of single ranks, and of two groups of which the first has GPUs of twice the speed.
+RINGS = {
+    "ring of 8": ring(8, HEADS, KV_HEADS),
+    "two unequal groups of 4": Schedule(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        groups=tuple(
+            Group(ranks=tuple(range(4 * i, 4 * i + 4)), tokens=(weight,) * 4, heads=(HEADS // 4,) * 4)
+            for i, weight in enumerate((2, 1))
+        ),
+        layout="zigzag",
+    ),
+}
+
+
+def launches_of_ring(name: str, length: int = 65_536) -> dict[str, Any]:
+    """Return the launches of rank 0 in a ring of `RINGS`, forward and backward, messages at each end."""
+    schedule = RINGS[name]
+    num_ranks = len(schedule.ranks)
+    with rank_of(0, num_ranks):
+        recorder = Recorder(the_mode())
+        with the_mode(), recorder:
+            attend, tokens = _in_ring(schedule, length)
+            forward = _run(attend, tokens, recorder, backward=False)
+            both = _run(attend, tokens, recorder)
+    counts = Counter(operation.name for operation in both)
+    return {"ring": name, "forward": len(forward), "backward": len(both) - len(forward), "operators": dict(counts)}
+
+
+def _in_ring(schedule: Schedule, length: int) -> tuple[_Attend, int]:
+    """Return this engine's attention in a ring, and the tokens of rank 0."""
+    groups = ProcessGroups()
+    own = schedule.ring_groups[schedule.ring_position(0)]
+    replica = Replica(
+        plan=Plan.of_replicas([schedule]),
+        rank=0,
+        sp_group=groups.of(schedule.ranks),
+        a2a_group=groups.of(own.ranks) if len(own.ranks) > 1 else None,
+        far_group=groups.of(schedule.ranks, "far"),
+    )
+    placement = stream_placement(schedule, length, (Rows(0, 1, ((0, length),)),))
+    layout, spec = batch_layout(placement, placement.rows), AttentionSpec(TorchKernel())
+    return lambda q, k, v: attention(q, k, v, replica, layout, spec).flatten(2), placement.tokens(0)
+
+
+def _run(attend: _Attend, tokens: int, recorder: Recorder, *, backward: bool = True) -> list[Operation]:
+    """Run a forward of attention, and a backward, under the recorder."""
 
     def made(heads: int) -> Tensor:  # a projection's output as a layer hands it on
         x = torch.empty(1, tokens, heads, HEAD_DIM, device=device(), dtype=DTYPE).transpose(1, 2)
@@ -53,8 +98,10 @@ def _run(attend: _Attend, tokens: int, recorder: Recorder) -> list[Operation]:
     q, k, v = made(HEADS), made(KV_HEADS), made(KV_HEADS)
     dout = torch.empty(1, tokens, HEADS * HEAD_DIM, device=device(), dtype=DTYPE)
     recorder.record.events.clear()
-    attend(q, k, v).backward(dout)
-    return recorder.record.operations
+    out = attend(q, k, v)
+    if backward:
+        out.backward(dout)
+    return list(recorder.record.operations)
 
 
 def _ours(num_ranks: int, length: int) -> _Attend:

@@ -450,6 +450,8 @@ def is_launched(func: Any, name: str, inputs: Sequence[Any], outputs: Sequence[T
         inputs: its tensors, and other arguments.
         outputs: its results.
     """
+    if func is not None and func.namespace == "fake_gpu":
+        return True  # stands for a kernel, and may return nothing
     if name in _NO_LAUNCH or not any(x.numel() for x in outputs):
         return False
     input_storages = _storages(inputs)

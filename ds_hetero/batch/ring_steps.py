@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 from ds_hetero.batch.ring_table import RingTable
@@ -141,6 +142,46 @@ class Ring:
         tokens = slice(0, self.tokens.stop - self.tokens.start)
         all_queries = (slice(0, self.table.placement.rows[-1].stop), slice(0, self.num_q), tokens)
         return call if call.queries == all_queries and call.keys[2] == tokens else None
+
+    @cached_property
+    def first_calls_cover_queries(self) -> bool:
+        """Whether every query is in a call that is its first one: then ``out`` and ``lse`` need no initial values."""
+        # First calls are disjoint, so that sizes tell.
+        covered = sum(_volume(call.queries) for call in self._all_calls() if call.first)
+        return covered == self.table.placement.rows[-1].stop * self.num_q * _size(self.tokens)
+
+    @cached_property
+    def sources_with_each_key_once(self) -> frozenset[int]:
+        """Sources of whose KV block every key is in exactly one call of each sub-ring.
+
+        The gradient of such a block is written by the calls, without zeros before.
+        """
+        num_rows = self.table.placement.rows[-1].stop
+        sources = set()
+        for source, calls_of_source in enumerate(self.calls):
+            is_own = source == self.position
+            num_keys = _size(self.tokens) if is_own else self.num_travelling_keys(source)
+            if all(
+                _fill_once([call.keys for call in calls], (num_rows, _size(sub.kv_heads), num_keys))
+                for sub, calls in zip(self.sub_rings, calls_of_source, strict=True)
+            ):
+                sources.add(source)
+        return frozenset(sources)
+
+    @cached_property
+    def stores_own_key_gradients(self) -> bool:
+        """Whether this rank's calls write the gradient of its own KV before any other part of it arrives.
+
+        Then it needs no zeros before. Two sub-rings that share a KV head both have a part of its gradient.
+        """
+        heads = sorted((sub.kv_heads.start, sub.kv_heads.stop) for sub in self.sub_rings)
+        shares_a_head = any(earlier[1] > later[0] for earlier, later in pairwise(heads))
+        arrives_early = any(
+            transfer.source == self.position and transfer.due < self.steps
+            for round_ in self.backward_grad_rounds
+            for transfer in round_.receives
+        )
+        return self.position in self.sources_with_each_key_once and not shares_a_head and not arrives_early
 
     @cached_property
     def pairs(self) -> int:
@@ -302,6 +343,22 @@ def _claim(covered: list[tuple[int, int]], new: tuple[int, int]) -> bool:
     else:
         covered[low:high] = [new]
     return not overlapped
+
+
+def _fill_once(parts: Sequence[tuple[slice, slice, slice]], shape: tuple[int, int, int]) -> bool:
+    """Whether the parts (rows, heads, tokens) of an array of this shape are disjoint and fill it.
+
+    Parts with the same rows and heads may be told apart by tokens. Of parts with different rows and heads, which never
+    overlap, sizes tell.
+    """
+    if sum(map(_volume, parts)) != prod(shape):
+        return False
+    covered: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    return all(_claim(covered[rows.start, heads.start], (part.start, part.stop)) for rows, heads, part in parts)
+
+
+def _volume(part: tuple[slice, slice, slice]) -> int:
+    return prod(map(_size, part))
 
 
 def _size(part: slice) -> int:

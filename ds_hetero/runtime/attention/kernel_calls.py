@@ -9,7 +9,7 @@ Dimension key: B batch, h query heads, g KV heads, D head size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -55,7 +55,16 @@ class Call(ABC):
         """Add the gradient ``part`` of the call's keys to the gradient of all keys."""
 
     @abstractmethod
-    def _queries_of(self, x: Tensor) -> Tensor:
+    def store_keys_(self, grad: Tensor, part: Tensor) -> None:
+        """Write the gradient ``part`` of the call's keys into the gradient of all keys, whatever was there."""
+
+    @property
+    @abstractmethod
+    def query_ranges(self) -> Hashable:
+        """Rows, heads and tokens of the call's queries: calls with equal ones have the same queries."""
+
+    @abstractmethod
+    def queries_of(self, x: Tensor) -> Tensor:
         """Return the call's queries out of all queries."""
 
     @abstractmethod
@@ -65,13 +74,19 @@ class Call(ABC):
     def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of the call's queries."""
         q, k, v = qkv
-        return kernel.forward(self._queries_of(q), self._keys_of(k), self._keys_of(v), scores, self.blocks)
+        return kernel.forward(self.queries_of(q), self._keys_of(k), self._keys_of(v), scores, self.blocks)
 
     def backward(
-        self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, scores: Scores
+        self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the call's queries and keys."""
-        q, out, lse, dout = (self._queries_of(x) for x in (saved.q, saved.out, saved.lse, dout))
+        """Return (dq, dk, dv) of the call's queries and keys.
+
+        Args:
+            dout: of all queries of the lane.
+            saved: of all queries of the lane and all keys of the block; its lse is not read.
+            lse: [B, h, Q], of the call's queries.
+        """
+        q, out, dout = (self.queries_of(x) for x in (saved.q, saved.out, dout))
         saved_of_call = SavedForward(q, self._keys_of(saved.k), self._keys_of(saved.v), out, lse)
         return kernel.backward(dout, saved_of_call, scores, self.blocks)
 
@@ -97,13 +112,23 @@ class BlockCall(Call):
 
     def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
         """Add the gradient ``part`` of the call's queries to the gradient of all queries."""
-        grad[self.call.queries] += part
+        grad[self.call.queries].add_(part)
 
     def add_to_keys_(self, grad: Tensor, part: Tensor) -> None:
         """Add the gradient ``part`` of the call's keys to the gradient of all keys."""
-        grad[self.call.keys] += part
+        grad[self.call.keys].add_(part)
 
-    def _queries_of(self, x: Tensor) -> Tensor:
+    def store_keys_(self, grad: Tensor, part: Tensor) -> None:
+        """Write the gradient ``part`` of the call's keys into the gradient of all keys."""
+        grad[self.call.keys] = part
+
+    @property
+    def query_ranges(self) -> Hashable:
+        """Rows, heads and tokens of the call's queries."""
+        return tuple((part.start, part.stop) for part in self.call.queries)  # slices have no hash before Python 3.12
+
+    def queries_of(self, x: Tensor) -> Tensor:
+        """Return the call's queries out of all queries, as a view."""
         return x[self.call.queries]
 
     def _keys_of(self, x: Tensor) -> Tensor:
@@ -139,8 +164,8 @@ class PackedCall(Call):
         """Merge the result of `forward` into out and lse of all queries."""
         out_part, lse_part = part[0].to(out.dtype), part[1]
         if not self.first:
-            # `merge_` works in place, and `_queries_of` returns a view or a copy: a clone makes both cases alike.
-            merged, lse_merged = self._queries_of(out).clone(), self._queries_of(lse).clone()
+            # `merge_` works in place, and `queries_of` returns a view or a copy: a clone makes both cases alike.
+            merged, lse_merged = self.queries_of(out).clone(), self.queries_of(lse).clone()
             merge_(merged, lse_merged, out_part, lse_part)
             out_part, lse_part = merged, lse_merged
         index = index_of(self.queries, out.device)
@@ -155,7 +180,17 @@ class PackedCall(Call):
         """Add the gradient ``part`` of the call's keys to the gradient of all keys."""
         grad[:, self.kv_heads].index_add_(2, index_of(self.keys, grad.device), part.to(grad.dtype))
 
-    def _queries_of(self, x: Tensor) -> Tensor:
+    def store_keys_(self, grad: Tensor, part: Tensor) -> None:
+        """Write the gradient ``part`` of the call's keys into the gradient of all keys."""
+        grad[:, self.kv_heads].index_copy_(2, index_of(self.keys, grad.device), part.to(grad.dtype))
+
+    @property
+    def query_ranges(self) -> Hashable:
+        """Heads and tokens of the call's queries."""
+        return self.q_heads.start, self.q_heads.stop, self.queries
+
+    def queries_of(self, x: Tensor) -> Tensor:
+        """Return the call's queries out of all queries, as a view or a copy."""
         return _select_tokens(x[:, self.q_heads], self.queries)
 
     def _keys_of(self, x: Tensor) -> Tensor:

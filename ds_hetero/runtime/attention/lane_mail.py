@@ -85,9 +85,12 @@ class GradientBlocks(KVBlocks):
         self.complete, self._dtype, self._own_gradients = {}, dtype, own_gradients
 
     def begin(self, source: int) -> None:
-        """Begin a block of zeros for the dK/dV of the member ``source``."""
+        """Begin a block for the dK/dV of the member ``source``: zeros, if not all of it will be written."""
         block = block_like(self._template, self._ring, self._ring.num_travelling_keys(source), self._dtype)
-        self.complete[source] = [x.zero_() for x in block]
+        if source not in self._ring.sources_with_each_key_once:
+            for x in block:
+                x.zero_()
+        self.complete[source] = block
 
     def store_received(self, transfer: Transfer, block: list[Tensor]) -> None:
         """Add received gradients to the block of their member; a proxy stores them until it passes them on."""
@@ -97,7 +100,7 @@ class GradientBlocks(KVBlocks):
             self._proxied[source, part.start] = block
         elif source != self._ring.position:
             for tensor, received in zip(self.complete[source], block, strict=True):
-                tensor[:, :, :, first:stop] += received
+                tensor[:, :, :, first:stop].add_(received)
         else:
             key_ranges = self._ring.table.travelling_keys(source)
             for dkv, received in zip(self._own_gradients, block, strict=True):

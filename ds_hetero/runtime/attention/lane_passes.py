@@ -9,7 +9,7 @@ Dimension key: B batch, S tokens of this group in the lane, h query heads of thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,18 @@ class RingContext:
     def pairs(self) -> int:
         """Number of pairs of query and key that this rank computes, over all heads and batch rows."""
         return sum(ring.pairs for ring in self.rings)
+
+    def writes_each_query(self, num_tokens: int) -> bool:
+        """Whether the calls of the forward write every query's result, of ``num_tokens`` tokens of the group."""
+        return self._has_all(num_tokens) and all(ring.first_calls_cover_queries for ring in self.rings)
+
+    def writes_own_key_gradients(self, num_tokens: int) -> bool:
+        """Whether the calls of the backward write every gradient of the group's own KV, of ``num_tokens`` tokens."""
+        return self._has_all(num_tokens) and all(ring.stores_own_key_gradients for ring in self.rings)
+
+    def _has_all(self, num_tokens: int) -> bool:
+        """Whether all tokens of the group are in its lanes."""
+        return sum(ring.tokens.stop - ring.tokens.start for ring in self.rings) == num_tokens
 
     def packs(self, q: Tensor) -> bool:
         """Whether one call of the kernel computes many blocks of queries like these."""
@@ -115,6 +127,7 @@ class LaneBackward:
         saved: results of the forward, of the lane's tokens.
         last_remote_block: `LaneForward.last_remote_block`.
         grads: dq, dk and dv of the lane's tokens, to which the gradients are added.
+        own_is_empty: dk and dv have no values yet, see `Ring.stores_own_key_gradients`.
     """
 
     def __init__(
@@ -126,7 +139,10 @@ class LaneBackward:
         ring: Ring,
         context: RingContext,
         channel: Channel,
+        *,
+        own_is_empty: bool,
     ) -> None:
+        self._own_is_empty = own_is_empty
         self._dout, self._saved, self._ring, self._context, self._channel = dout, saved, ring, context, channel
         self._dq, dk, dv = grads
         packed = pack_kv(saved.k, saved.v, ring)
@@ -136,6 +152,7 @@ class LaneBackward:
             self._kv.complete[ring.kept_source] = last_remote_block
         self._local_grads = [(dk[:, sub.kv_heads], dv[:, sub.kv_heads]) for sub in ring.sub_rings]
         self._partial = GradientBlocks(ring, saved.q, self._dq.dtype, self._local_grads)
+        self._lse_by_sub_ring = [_LastLse(saved.lse) for _ in ring.sub_rings]
 
     def rounds(self) -> Rounds:
         """Run the steps; yield between them the receives to wait for, see `ds_hetero.runtime.attention.round_order`."""
@@ -160,17 +177,41 @@ class LaneBackward:
                 self._kv.keep_only(ring.needed_after_backward_step[step])
 
     def _compute(self, source: int | None, calls: Sequence[_Call]) -> None:
-        """Add the gradients of this rank's queries to dq, and the gradients of ``source``'s KV block to its dK/dV."""
+        """Add the gradients of this rank's queries to dq, and put those of ``source``'s KV block into its dK/dV."""
         assert source is not None
         saved, context, is_local = self._saved, self._context, source == self._ring.position
+        is_empty = self._own_is_empty if is_local else source in self._ring.sources_with_each_key_once
         for sub_ring, call in calls:
             keys, values = self._local[sub_ring] if is_local else self._kv.complete[source][sub_ring]
             dkeys, dvalues = self._local_grads[sub_ring] if is_local else self._partial.complete[source][sub_ring]
             block = SavedForward(saved.q, keys, values, saved.out, saved.lse)
-            dq, dk, dv = call.backward(context.kernel, self._dout, block, context.scores)
+            lse = self._lse_by_sub_ring[sub_ring].of(call)
+            dq, dk, dv = call.backward(context.kernel, self._dout, block, lse, context.scores)
             call.add_to_queries_(self._dq, dq)
-            call.add_to_keys_(dkeys, dk)
-            call.add_to_keys_(dvalues, dv)
+            put_keys = call.store_keys_ if is_empty else call.add_to_keys_
+            put_keys(dkeys, dk)
+            put_keys(dvalues, dv)
+
+
+class _LastLse:
+    """The log-sum-exp of the last call's queries, dense as kernels read it.
+
+    Blocks of neighbouring steps often meet the same queries: half of them, of ranks that have more tokens behind.
+
+    Args:
+        lse: [B, h, S], of the lane.
+    """
+
+    def __init__(self, lse: Tensor) -> None:
+        self._lse = lse
+        self._ranges: Hashable = None
+        self._dense = lse
+
+    def of(self, call: Call) -> Tensor:
+        """Return the lse of the call's queries, [B, heads, Q]."""
+        if call.query_ranges != self._ranges:
+            self._ranges, self._dense = call.query_ranges, call.queries_of(self._lse).contiguous()
+        return self._dense
 
 
 class _Call(NamedTuple):

@@ -45,7 +45,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple
             out, lse = context.kernel.forward(q, k, v, context.scores, call.band)
         return out, lse, [[]]
     with clock.phase(ATTENTION, "attention_begin"):
-        out, lse = _empty_result(q)
+        out, lse = _empty_result(q, is_written=context.writes_each_query(q.shape[2]))
         channel = Channel(context.group, context.far_group)
         lanes = [
             LaneForward([x[:, :, ring.tokens] for x in (q, k, v, out, lse)], ring, context, channel)
@@ -82,16 +82,18 @@ def ring_backward(
             return context.kernel.backward(dout, saved, context.scores, call.band)
     with clock.phase(ATTENTION, "attention_backward_begin"):
         accumulation_dtype = torch.promote_types(saved.q.dtype, torch.float32)
-        grads = [torch.zeros_like(x, dtype=accumulation_dtype) for x in (saved.q, saved.k, saved.v)]
+        own_is_empty = context.writes_own_key_gradients(saved.k.shape[2])
+        make_own = torch.empty_like if own_is_empty else torch.zeros_like
+        grads = [torch.zeros_like(saved.q, dtype=accumulation_dtype)]
+        grads += [make_own(x, dtype=accumulation_dtype) for x in (saved.k, saved.v)]
         channel = Channel(context.group, context.far_group)
         lanes = []
         for ring, last_remote_block in zip(context.rings, last_remote_blocks, strict=True):
             lane_index = (slice(None), slice(None), ring.tokens)  # views: the lanes fill parts of the same tensors
             lane_saved = SavedForward(*(x[lane_index] for x in (saved.q, saved.k, saved.v, saved.out, saved.lse)))
             lane_grads = [x[lane_index] for x in grads]
-            lanes.append(
-                LaneBackward(dout[lane_index], lane_saved, last_remote_block, lane_grads, ring, context, channel)
-            )
+            arguments = (dout[lane_index], lane_saved, last_remote_block, lane_grads, ring, context, channel)
+            lanes.append(LaneBackward(*arguments, own_is_empty=own_is_empty))
     if in_reverse:
         lanes.reverse()
     _run([lane.rounds() for lane in lanes], channel, context)
@@ -114,12 +116,17 @@ def _run(lanes: Sequence[Rounds], channel: Channel, context: RingContext) -> Non
             channel.finish()
 
 
-def _empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_result(q: Tensor, *, is_written: bool) -> tuple[Tensor, Tensor]:
     """Return out [B, h, S, D] of zeros and lse [B, h, S] of -inf, the result of a query that sees nothing.
 
-    ``out`` is token-major in memory, since it is sent to the ranks of the tokens next.
+    ``out`` is token-major in memory, since it is sent to the ranks of the tokens next. If ``is_written``, every query
+    gets a value, and both are uninitialised.
     """
     batch_size, heads, tokens, head_dim = q.shape
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(tokens, batch_size, heads, head_dim, dtype=accumulation_dtype).permute(1, 2, 0, 3)
-    return out, q.new_full((batch_size, heads, tokens), -torch.inf, dtype=accumulation_dtype)
+    out = q.new_empty(tokens, batch_size, heads, head_dim, dtype=accumulation_dtype).permute(1, 2, 0, 3)
+    lse = q.new_empty((batch_size, heads, tokens), dtype=accumulation_dtype)
+    if not is_written:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return out, lse

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ds_hetero.batch.tiles import CAUSAL, FULL
-from ds_hetero.runtime.attention.kernels import Band
+from ds_hetero.runtime.attention.kernels import Band, triton_merge
+from ds_hetero.runtime.attention.kernels.merge import merge_by_operators_, one_kernel_refusal
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
 from tests.unit.runtime.kernel_checks import assert_close, check, check_many, in_parts, reference, strided, tensors
 
@@ -56,3 +57,29 @@ def test_parts_merge_into_the_whole():
     sinks = torch.tensor([0.5, -1.0])
     got = in_parts(KERNEL, dout, q, k, v, CAUSAL, [0, 13, 30], torch.float32, sinks)
     assert_close(got, reference(dout, q, k, v, CAUSAL, sinks=sinks), torch.float32)
+
+
+@pytest.mark.parametrize("head_dim", [16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_merge_in_one_kernel_equals_that_of_operators(head_dim, dtype):
+    """Of queries of a longer tensor, token-major as rings have it; some see nothing before, in the part, or at all."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(100, 2, 3, head_dim, generator=generator).permute(1, 2, 0, 3)
+    out = whole[:, :, 20:90]
+    lse = torch.randn(2, 3, 100, generator=generator)[:, :, 20:90]
+    lse[0, 1, :5] = -torch.inf
+    out[0, 1, :5] = 1e4  # does not count
+    part = torch.randn(2, 70, 3, head_dim, generator=generator).transpose(1, 2).to(dtype)
+    lse_part = torch.randn(2, 3, 70, generator=generator)
+    lse_part[0, 1, 3:9] = -torch.inf
+    expected, expected_lse = out.double(), lse.double()
+    merge_by_operators_(expected, expected_lse, part, lse_part.double())
+    around = whole[:, :, :20].clone(), whole[:, :, 90:].clone()
+    triton_merge.launch(out, lse, part, lse_part)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=2e-6)
+    assert torch.equal(whole[:, :, :20], around[0]) and torch.equal(whole[:, :, 90:], around[1])
+
+
+def test_the_trial_of_a_merge_passes_where_it_works():
+    assert one_kernel_refusal(torch.device("cpu")) is None

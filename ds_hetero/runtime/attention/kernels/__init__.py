@@ -19,8 +19,8 @@ from ds_hetero.runtime.attention.kernels.interface import (
     PackedBlocks,
     SavedForward,
     Scores,
-    merge_,
 )
+from ds_hetero.runtime.attention.kernels.merge import merge_
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel, torch_is_slow, torch_refusal
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel, triton_is_slow, triton_refusal
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_hetero.batch.tiles import Band, Tile
-from ds_hetero.runtime.attention.kernels.interface import SavedForward, merge_
+from ds_hetero.runtime.attention.kernels.interface import SavedForward
+from ds_hetero.runtime.attention.kernels.merge import merge_
 
 # (q, k, v, band) -> (out, lse)
 Forward = Callable[[Tensor, Tensor, Tensor, Band], tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""Interface of a block-attention kernel: its arguments, its results, and `merge_` for several blocks of keys.
+"""Interface of a block-attention kernel: its arguments and its results.
 
 Dimension key: B batch, H query heads, G KV heads (H a multiple of G), Q queries, K keys, D head size.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ds_hetero.batch.tiles import Band
@@ -133,21 +132,3 @@ class AttentionKernel(Protocol):
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
         """Whether one call for many blocks launches fewer kernels than one call per block, for queries like ``q``."""
-
-
-def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> None:
-    """Merge the attention over one more block of keys into the attention over the blocks before, in place.
-
-    With L = log(exp(lse) + exp(lse_block)), the merged output is exp(lse - L) * out + exp(lse_block - L) * out_block.
-
-        out, out_block   [..., Q, D]   out in float32 or float64
-        lse, lse_block   [..., Q]      in the dtype of out
-
-    A query that sees nothing in a part has an lse of -inf there; its output must be finite, and does not count. If both
-    are -inf, nothing changes.
-
-    Source: the online softmax (arXiv:1805.02867), as in Ring Attention (arXiv:2310.01889).
-    """
-    share = torch.sigmoid(lse_block - lse.clamp(min=torch.finfo(lse.dtype).min))
-    out.lerp_(out_block.to(out.dtype), share.unsqueeze(-1))
-    torch.logaddexp(lse, lse_block, out=lse)

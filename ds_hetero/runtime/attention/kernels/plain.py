@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_hetero.batch.tiles import Band
-from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores, merge_
+from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.merge import merge_
 
 # Size of the part of the score matrix that is in memory, per sample and head. Chosen, never measured.
 _QUERIES, _KEYS = 256, 1024

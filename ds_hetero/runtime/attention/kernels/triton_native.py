@@ -41,7 +41,9 @@ class Launch(NamedTuple):
     dkv: BlockSizes
 
 
-DELTA = BlockSizes(32, 0)  # of the kernel without matmuls
+# Of the kernels without matmuls; chosen, never measured.
+DELTA = BlockSizes(32, 0)
+MERGE = BlockSizes(64, 0)
 
 
 # By padded head size: for 16-bit numbers on the tensor cores of Ampere and newer GPUs.
