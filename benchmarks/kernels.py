@@ -3,7 +3,7 @@
     python -m benchmarks.kernels [--quick] [--json] [--only sm_90] [--processes 2] [--output FILE]
 
 Triton contains an assembler for every architecture, so that a machine without a GPU can compile its kernels. Each
-kernel of `ds_hetero.runtime.attention.kernels.triton_native` is compiled with the block sizes that the launcher would
+kernel of `ds_hetero.runtime.attention.kernels` is compiled with the block sizes that the launcher would
 choose, for every architecture and head size, for one block and for many. float32, the other 16-bit type and soft caps
 are compiled for some of these.
 
@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass
 from io import StringIO
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -44,6 +45,7 @@ from rich.table import Table
 from benchmarks.measure.results import FOLDER, header, progress, write
 from ds_hetero.runtime.attention.kernels.triton_native import (
     DELTA,
+    MERGE,
     BlockSizes,
     block_sizes,
     padded_head_dim,
@@ -54,12 +56,13 @@ RESULT = FOLDER / "kernels.json"
 # Largest shared memory of one program, KiB, by compute capability: CUDA C++ programming guide, table of technical
 # specifications per compute capability.
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-KERNELS = ("forward", "delta", "dq", "dkv")
+KERNELS = ("forward", "delta", "dq", "dkv", "merge")
+_WITHOUT_MATMULS = {"delta": DELTA, "merge": MERGE}
 HEAD_DIMS, _SOME_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256), (64, 128, 256)
 _AMPERE = 80
 _SMALL_SPILL = 128  # bytes of a thread, allowed where products run on ordinary cores and torch's operator is preferred
 _FLOATS = ("score_scale", "cap_scale", "scale")
-_ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV")
+_ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV", "MERGED", "LSE_PART")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Build:
     def blocks(self) -> BlockSizes:
         """Block sizes that the launcher chooses for it."""
         launch = block_sizes(padded_head_dim(self.head_dim), self.capability, self.dtype != "fp32")
-        return DELTA if self.kernel == "delta" else getattr(launch, self.kernel)
+        return _WITHOUT_MATMULS[self.kernel] if self.kernel in _WITHOUT_MATMULS else getattr(launch, self.kernel)
 
     @property
     def has_tensor_cores(self) -> bool:
@@ -101,7 +104,7 @@ class Resources:
             reasons.append(f"spills {self.spill_bytes} bytes")
         if self.shared_bytes > limit:
             reasons.append(f"{self.shared_bytes} bytes of shared memory of {limit}")
-        if build.has_tensor_cores and build.kernel != "delta" and not self.tensor_cores:
+        if build.has_tensor_cores and build.kernel not in _WITHOUT_MATMULS and not self.tensor_cores:
             reasons.append("no tensor cores")
         return reasons
 
@@ -118,8 +121,8 @@ def builds(quick: bool = False) -> list[Build]:
         largest = 128 if capability < _AMPERE else 256
         some = [dim for dim in _SOME_HEAD_DIMS if dim <= largest]
         dims = some if quick else [dim for dim in HEAD_DIMS if dim <= largest]
-        products = [kernel for kernel in KERNELS if kernel != "delta"]
-        all_builds += [Build(capability, "delta", dim, half) for dim in dims]
+        products = [kernel for kernel in KERNELS if kernel not in _WITHOUT_MATMULS]
+        all_builds += [Build(capability, *rest) for rest in product(_WITHOUT_MATMULS, dims, [half])]
         all_builds += [
             Build(capability, *rest) for rest in product(products, dims, [half], [True] if quick else [True, False])
         ]
@@ -160,9 +163,10 @@ def _source(build: Build, blocks: BlockSizes) -> Any:
     """Return the kernel with the types and constants of a launch; addresses and strides are multiples of 16."""
     from triton.compiler import ASTSource
 
-    from ds_hetero.runtime.attention.kernels import triton_kernels
+    from ds_hetero.runtime.attention.kernels import triton_kernels, triton_merge
 
-    kernel = getattr(triton_kernels, f"{build.kernel}_kernel")
+    module = triton_merge if build.kernel == "merge" else triton_kernels
+    kernel = getattr(module, f"{build.kernel}_kernel")
     constants: dict[str, int | bool] = {
         "HEAD_DIM": build.head_dim,
         "BLOCK_Q": blocks.queries,
@@ -236,21 +240,26 @@ def _is_of(row: dict[str, Any], build: Build) -> bool:
 
 
 def compiled_by() -> dict[str, str]:
-    """Return the facts that results depend on besides the build: Triton's version and the kernels' source."""
+    """Return the facts that results depend on besides the build: Triton's version and the sources of the kernels."""
     import triton
 
-    from ds_hetero.runtime.attention.kernels import triton_kernels
+    from ds_hetero.runtime.attention.kernels import triton_kernels, triton_merge
 
-    source = Path(triton_kernels.__file__).read_bytes()
-    return {"triton": triton.__version__, "kernels": hashlib.sha256(source).hexdigest()[:16]}
+    def digest(module: ModuleType) -> str:
+        return hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()[:16]
+
+    return {"triton": triton.__version__, "kernels": digest(triton_kernels), "merge": digest(triton_merge)}
 
 
 def _kept(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of an earlier run with the same kernels."""
+    """Return the rows of an earlier run whose kernels are those of today."""
     if not file.exists():
         return []
-    earlier = json.loads(file.read_text())
-    return list(earlier["builds"]) if earlier.get("compiled_by") == compiled_by() else []
+    earlier, today = json.loads(file.read_text()), compiled_by()
+    same = {name for name, value in today.items() if earlier.get("compiled_by", {}).get(name) == value}
+    if "triton" not in same:
+        return []
+    return [row for row in earlier["builds"] if ("merge" if row["kernel"] == "merge" else "kernels") in same]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

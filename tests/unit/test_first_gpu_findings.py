@@ -81,7 +81,7 @@ def _groups(mib: float) -> Entry:
 
 
 def _merges(ratio: float) -> Entry:
-    row = {"tokens": 8192, "package_ms": 1.0, "fused_ms": ratio, "package_of_fused": ratio}
+    row = {"tokens": 8192, "kernel_ms": 1.0, "operators_ms": ratio, "kernel_of_operators": ratio}
     return _entry("ring", "merges", row)
 
 

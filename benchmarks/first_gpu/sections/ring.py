@@ -14,7 +14,8 @@ from benchmarks.first_gpu.parts import Context, Part, Row, Section
 from benchmarks.measure.device_timing import first_call_s, median_s
 from ds_hetero.batch.head_table import Member
 from ds_hetero.runtime.attention.head_exchange import Exchange, gather_sequence, scatter_sequence
-from ds_hetero.runtime.attention.kernels import AttentionKernel, merge_, select
+from ds_hetero.runtime.attention.kernels import AttentionKernel, select
+from ds_hetero.runtime.attention.kernels.merge import merge_by_operators_, merge_in_one_kernel_
 
 _REPEATS = 3  # of passes of a whole ring, by the host's clock
 
@@ -61,25 +62,23 @@ def _clocked(context: Context, call: Callable[[], object]) -> float:
 
 
 def time_merges(context: Context) -> None:
-    """Time the package's merge of six operators and one kernel that passes over its tensors once."""
-    from benchmarks.first_gpu.fused_merge import fused_merge_
-
+    """Time the package's two merges: by operators, and in one kernel that passes over its tensors once."""
     heads, head_dim = context.choose((16, 128), (2, 16))
     for tokens in context.choose((8192, 32_768), (70,)):
         parts = _merged_tensors(context, tokens, heads, head_dim)
         row: Row = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
         results = []
-        for merge in (merge_, fused_merge_):
+        for merge in (merge_by_operators_, merge_in_one_kernel_):
             out, lse, part, lse_part = (x.clone() for x in parts)
             merge(out, lse, part, lse_part)
             results.append((out, lse))
         row["difference"] = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
         out, lse, part, lse_part = parts
         moved_bytes = 2 * out.numel() * 4 + part.numel() * part.element_size()  # out twice, the part once
-        for name, merge in (("package", merge_), ("fused", fused_merge_)):
+        for name, merge in (("operators", merge_by_operators_), ("kernel", merge_in_one_kernel_)):
             seconds = median_s(context.device, lambda: merge(out, lse, part, lse_part))  # noqa: B023
             row |= {f"{name}_ms": 1e3 * seconds, f"{name}_gb_per_s": moved_bytes / seconds / 1e9}
-        row["package_of_fused"] = row["fused_ms"] / row["package_ms"]
+        row["kernel_of_operators"] = row["operators_ms"] / row["kernel_ms"]
         context.report(row)
 
 
