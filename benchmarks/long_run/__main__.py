@@ -12,8 +12,8 @@ Parts, each in a folder of its own, which keep what they have done: if the comma
     last_bit   the same from weights that differ in their last bits
     ranks      four emulated nodes; benchmarks/long_run/course.py says what happens to them
 
-``--parts ranks`` runs some parts only, such as in another terminal at the same time; the comparison is made when all
-parts are there. The exit code is 1 if a check fails:
+``--parts ranks`` runs some parts only, such as in another terminal at the same time. The comparison is made when
+``alone``, ``ranks`` and one of the other two are there. The exit code is 1 if a check fails:
 
     samples     none lost, none trained on twice; tokens and learning rates equal at every step
     events      no more steps lost than lie between two saves
@@ -43,6 +43,7 @@ from benchmarks.measure.results import FOLDER, header, write
 
 ALONE = {"alone": [], "rounded": ["--by-document"], "last_bit": ["--last-bit"]}  # options, by part
 PARTS = (*ALONE, "ranks")
+ROUNDING = {"rounded", "last_bit"}  # parts that differ from ``alone`` in rounding
 # Of the larger difference of two runs that differ in rounding alone. How far rounding moves a chaotic training is
 # chance, so that a few runs show its size, but not its limit. Chosen, not measured.
 _ROUNDING_FACTOR = 3.0
@@ -71,8 +72,9 @@ def main() -> int:
     for part in options.parts:
         run_part(part, job, folder / part, save_every, _printer(part, job))
     records = {part: Records(folder / part / file).read() for part, file in files_of_parts().items()}
-    if missing := [part for part in PARTS if not _is_done(records[part])]:
-        print(f"to come: {', '.join(missing)}", file=sys.stderr)
+    records = {part: of_part for part, of_part in records.items() if _is_done(of_part)}
+    if not {"alone", "ranks"} <= records.keys() or not records.keys() & ROUNDING:
+        print(f"to come: {', '.join(part for part in PARTS if part not in records)}", file=sys.stderr)
         return 0
     command = " ".join(["python -m benchmarks.long_run", *sys.argv[1:]])
     result = {**header(command), "emulated": True, **summarize(job, records, save_every)}
@@ -119,12 +121,14 @@ def summarize(job: Job, records: dict[str, list[Record]], save_every: int) -> di
     """Return differences, events and curves.
 
     Args:
-        records: by part.
+        records: by part; of ``alone``, ``ranks``, and at least one of `ROUNDING`.
         save_every: steps between two saves in memory.
     """
     ranks, reference = records["ranks"], records["alone"]
     losses = compare.compare_losses(ranks, reference)
-    rounding = {part: compare.compare_losses(records[part], reference) for part in ALONE if part != "alone"}
+    rounding = {
+        part: compare.compare_losses(records[part], reference) for part in ALONE if part in ROUNDING & records.keys()
+    }
     samples = compare.compare_samples(ranks, reference, job.steps)
     events = compare.describe_events(ranks)
     repeated = compare.repeated_differences(ranks)
@@ -187,7 +191,7 @@ def _curves(records: dict[str, list[Record]]) -> dict[str, Any]:
     curves["tokens_by_node"] = {
         node: [record["tokens_by_node"].get(node, 0) for record in steps.values()] for node in SPEEDS[0][1]
     }
-    for part in PARTS[1:]:
+    for part in records.keys() - {"alone"}:
         of_steps = compare.differences(records[part], records["alone"])
         curves[part]["difference"] = [float(f"{value:.2g}") for value in of_steps.values()]
     return curves
