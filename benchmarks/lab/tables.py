@@ -10,6 +10,7 @@ from rich.console import Console
 from benchmarks.lab.table_growth import GrowthTable
 from benchmarks.lab.table_kept import KeptTable
 from benchmarks.lab.table_mesh import MeshTable
+from benchmarks.lab.table_qlora import QloraTable
 from benchmarks.lab.table_replan import ReplanTable
 from benchmarks.lab.table_ring import RingTable
 from benchmarks.measure.ranks import Report
@@ -35,5 +36,6 @@ TABLES: dict[str, LabTable] = {
     "mesh": MeshTable(),
     "growth": GrowthTable(),
     "kept": KeptTable(),
+    "qlora": QloraTable(),
     "replan": ReplanTable(),
 }

@@ -46,16 +46,16 @@ class Contest:
 
 def measure_plans(lab: RankLab, contest: Contest) -> dict[str, Any]:
     """Return steps of our plan, of baselines and of other plans, in turn; the same on every rank."""
-    profile = _profile(lab)
-    cluster = _at_asked_speeds(lab, profile)
+    profile = profile_of(lab)
+    cluster = at_asked_speeds(lab, profile)
     candidates = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
     return _by_turns(lab, contest, [*candidates], profile)
 
 
 def measure_equal(lab: RankLab, contest: Contest) -> dict[str, Any]:
     """Return steps of equal stages under this engine and under DeepSpeed's, in turn."""
-    profile = _profile(lab)
-    cluster = _at_asked_speeds(lab, profile)
+    profile = profile_of(lab)
+    cluster = at_asked_speeds(lab, profile)
     return _by_turns(lab, contest, of_rank_0(lambda: [equal_stages(cluster, contest.task)]), profile)
 
 
@@ -85,7 +85,7 @@ def _by_turns(lab: RankLab, contest: Contest, candidates: list[Candidate], profi
     del turns.seconds[MACHINE]
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, {name: median(spent[_WARM_UPS:]) for name, spent in cpu_s.items()})
-    speeds = _speeds(lab, median(rates) / profile[1])
+    speeds = speeds_meanwhile(lab, median(rates) / profile[1])
     meanwhile = of_rank_0(
         lambda: {
             candidate.name: predicted_s(scaled(profile[0], speeds), contest.task, candidate.plan)
@@ -125,24 +125,26 @@ def _counted(step: Callable[[], float], cpu_s: list[float]) -> Callable[[], floa
 
 def cluster_of(lab: RankLab) -> Cluster:
     """Return the planner's knowledge: ranks profiled at equal speed, and scaled to theirs. Caller: every rank."""
-    return _at_asked_speeds(lab, _profile(lab))
+    return at_asked_speeds(lab, profile_of(lab))
 
 
 Profile = tuple[Cluster, float]
 """Ranks profiled at equal speed, and the rate of their products meanwhile."""
 
 
-def _profile(lab: RankLab) -> Profile:
+def profile_of(lab: RankLab) -> Profile:
+    """Profile the ranks at equal speed. Caller: every rank."""
     lab.report(0, "profiling")
     return profile_machine(lab, _WINDOW_S)
 
 
-def _at_asked_speeds(lab: RankLab, profile: Profile) -> Cluster:
+def at_asked_speeds(lab: RankLab, profile: Profile) -> Cluster:
+    """Return the cluster of the profile with every rank at the speed that was asked for. Caller: every rank."""
     profile_cores = min(max(lab.cluster.cores), 1.2 / dist.get_world_size())
     return of_rank_0(lambda: scaled(profile[0], [cores / profile_cores for cores in lab.cluster.cores]))
 
 
-def _speeds(lab: RankLab, local_speed: float) -> list[float]:
+def speeds_meanwhile(lab: RankLab, local_speed: float) -> list[float]:
     """Return the speeds of all ranks over those of the profile; equal where equal ones were requested.
 
     Caller: every rank.
