@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import lcm
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +102,22 @@ def share(total: int, weights: Sequence[float]) -> tuple[int, ...]:
         raise ValueError(f"cannot share {total} units")
     if any(not 0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise ValueError(f"weights must be finite, >= 0 and not all zero, got {tuple(weights)}")
-    exact_weights = [Fraction(weight) for weight in weights]
-    total_weight = sum(exact_weights)
-    exact_shares = [total * weight / total_weight for weight in exact_weights]
-    shares = [int(exact_share) for exact_share in exact_shares]
+    whole_weights = _as_whole_numbers(weights)
+    total_weight = sum(whole_weights)
+    shares = [total * weight // total_weight for weight in whole_weights]
+    remainders = [total * weight % total_weight for weight in whole_weights]
     # Rounding down leaves less than one unit per share; these go to the shares that lost most.
-    by_remainder = sorted(range(len(shares)), key=lambda i: (shares[i] - exact_shares[i], i))
+    by_remainder = sorted(range(len(shares)), key=lambda i: (-remainders[i], i))
     for i in by_remainder[: total - sum(shares)]:
         shares[i] += 1
     return tuple(shares)
+
+
+def _as_whole_numbers(weights: Sequence[float]) -> list[int]:
+    """Return whole numbers in the exact ratios of the weights: 0.5, 2 and 0.75 are 2, 8 and 3."""
+    fractions = [Fraction(weight) for weight in weights]
+    common = lcm(*(fraction.denominator for fraction in fractions))
+    return [fraction.numerator * (common // fraction.denominator) for fraction in fractions]
 
 
 def share_in_units(total: int, weights: Sequence[float], unit: int) -> tuple[int, ...]:

@@ -33,8 +33,9 @@ Dimension key: D ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, inf, isinf
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -193,6 +194,10 @@ class Communicators:
     by_node: tuple[Channels, ...]  # of a communicator inside each node
     fixed_bytes_D: Floats  # bytes of the communicators that every grouping has
     covered_bytes_D: Floats  # bytes that the reserve of a device covers
+    # Results of `bytes_beyond_reserve_D`: a search asks for the same grouping with many tokens and heads.
+    _by_grouping: WeakKeyDictionary[Grouping, Floats] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, cluster: Cluster, workload: Workload) -> Communicators:
@@ -220,8 +225,12 @@ class Communicators:
 
     def bytes_beyond_reserve_D(self, grouping: Grouping) -> Floats:
         """Bytes of communicators that every rank's reserve does not cover, ``[D]``."""
+        known_D = self._by_grouping.get(grouping)
+        if known_D is not None:
+            return known_D
         needed_D = self.fixed_bytes_D + self._ulysses_bytes_D(grouping) + self._ring_bytes_D(grouping)
-        return np.maximum(needed_D - self.covered_bytes_D, 0.0)
+        beyond_D = self._by_grouping[grouping] = np.maximum(needed_D - self.covered_bytes_D, 0.0)
+        return beyond_D
 
     def _ulysses_bytes_D(self, grouping: Grouping) -> Floats:
         """Bytes of every rank for the all-to-alls inside its group, ``[D]``.

@@ -16,7 +16,7 @@ import numpy as np
 from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, EvaluationBudget
-from ds_hetero.planner.search.memory_fit import fit_memory
+from ds_hetero.planner.search.memory_fit import fit_rows
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.ring_order import best_order, ring_orders
 from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
@@ -58,11 +58,9 @@ def best_assignment(
         is_fast_enough = np.isfinite(time_B).any()
         if best is None and is_fast_enough:
             # No row fits into memory: move tokens of the likeliest row and of the least likely one until they fit.
-            fitted_options = []
-            for tokens_D, heads_D in (options[0], options[-1]):
-                fitted_D = fit_memory(problem.cost, grouping, tokens_D, heads_D)
-                if fitted_D is not None:
-                    fitted_options.append((fitted_D, heads_D))
+            tokens_BD, heads_BD = (np.stack(pair) for pair in zip(options[0], options[-1], strict=True))
+            fitted = zip(fit_rows(problem.cost, grouping, tokens_BD, heads_BD), heads_BD, strict=True)
+            fitted_options = [(tokens_D, heads_D) for tokens_D, heads_D in fitted if tokens_D is not None]
             best = problem.best(grouping, fitted_options)
     if is_small or best is None:
         return best

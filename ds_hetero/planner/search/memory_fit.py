@@ -3,7 +3,7 @@
 The memory of a rank grows with its tokens (activations of every layer), and with its heads times the tokens of its
 group (attention of one layer). Moving tokens from full ranks to ranks with free memory lowers both.
 
-Dimension key: D ranks.
+Dimension key: B assignments, D ranks.
 """
 
 from __future__ import annotations
@@ -26,32 +26,51 @@ _SLOPE_STEP = 1e-6  # share of the sequence that is moved to measure how memory 
 _LENGTH_RESOLUTION = 50  # the longest sequence is found to within a 50th of its length
 
 
-def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints) -> Floats | None:
-    """Return tokens near ``tokens``, ``[D]``, with which every rank fits into memory; None if none were found.
+def fit_memory(cost: CostModel, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats | None:
+    """Return tokens near ``tokens_D`` with which every rank fits into memory, ``[D]``; None if none were found.
+
+    See `fit_rows`.
+    """
+    (fitted_D,) = fit_rows(cost, grouping, tokens_D[None], heads_D[None])
+    return fitted_D
+
+
+def fit_rows(cost: CostModel, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> list[Floats | None]:
+    """Return for each row tokens near its own with which every rank fits into memory, ``[D]``; None if none were found.
 
     Full ranks give their surplus to the others, in proportion to free memory. A round measures how a rank's memory
     grows with its tokens while the number of tokens of its group stays the same. Since moved tokens change the groups,
-    too, further rounds measure again. Ranks without tokens get none.
+    too, further rounds measure again. Ranks without tokens get none. Rows are independent; one call of the cost model
+    evaluates all rows that do not fit yet.
     """
-    total_tokens = tokens.sum()
-    has_work_D = tokens > 0
-    heads_2D = np.stack([heads, heads])
+    fitted: list[Floats | None] = [None] * len(tokens_BD)
+    rows = np.arange(len(tokens_BD))  # rows that neither fit yet nor are known to fit never
+    total_B1 = tokens_BD.sum(axis=1, keepdims=True)
+    has_work_BD = tokens_BD > 0
     direction_D = _swap_within_groups(grouping)
     for _ in range(_FIT_ROUNDS):
-        step_D = tokens.sum() * _SLOPE_STEP * direction_D
-        need_D, need_after_step_D = cost.memory_bytes(grouping, np.stack([tokens, tokens + step_D]), heads_2D)
-        if (need_D <= cost.capacity_bytes_D).all():
-            return tokens
-        bytes_per_token_D = np.maximum((need_after_step_D - need_D) / step_D, 1.0)
-        spare_tokens_D = _FILLED_SHARE * (cost.capacity_bytes_D - need_D) / bytes_per_token_D  # negative if full
-        most_tokens_D = np.where(has_work_D, np.maximum(tokens + spare_tokens_D, 0.0), 0.0)
-        capped_D = np.minimum(tokens, most_tokens_D)
-        room_D = most_tokens_D - capped_D
-        surplus = total_tokens - capped_D.sum()
-        if room_D.sum() < surplus:
-            return None
-        tokens = capped_D + room_D * (surplus / room_D.sum())
-    return None
+        step_BD = tokens_BD.sum(axis=1, keepdims=True) * _SLOPE_STEP * direction_D
+        both_BD = np.concatenate([tokens_BD, tokens_BD + step_BD])
+        bytes_BD = cost.memory_bytes(grouping, both_BD, np.concatenate([heads_BD, heads_BD]))
+        need_BD, need_after_step_BD = bytes_BD[: len(rows)], bytes_BD[len(rows) :]
+        fits_B = (need_BD <= cost.capacity_bytes_D).all(axis=1)
+        for i in np.flatnonzero(fits_B):
+            fitted[rows[i]] = tokens_BD[i]
+        bytes_per_token_BD = np.maximum((need_after_step_BD - need_BD) / step_BD, 1.0)
+        spare_BD = _FILLED_SHARE * (cost.capacity_bytes_D - need_BD) / bytes_per_token_BD  # in tokens; negative if full
+        most_BD = np.where(has_work_BD, np.maximum(tokens_BD + spare_BD, 0.0), 0.0)
+        capped_BD = np.minimum(tokens_BD, most_BD)
+        room_BD = most_BD - capped_BD
+        room_B1 = room_BD.sum(axis=1, keepdims=True)
+        surplus_B1 = total_B1 - capped_BD.sum(axis=1, keepdims=True)
+        goes_on_B = ~fits_B & (room_B1 >= surplus_B1)[:, 0]
+        if not goes_on_B.any():
+            break
+        given_share_B1 = surplus_B1[goes_on_B] / room_B1[goes_on_B]
+        tokens_BD = capped_BD[goes_on_B] + room_BD[goes_on_B] * given_share_B1
+        heads_BD, rows = heads_BD[goes_on_B], rows[goes_on_B]
+        total_B1, has_work_BD = total_B1[goes_on_B], has_work_BD[goes_on_B]
+    return fitted
 
 
 def _swap_within_groups(grouping: Grouping) -> Floats:

@@ -10,6 +10,7 @@ Dimension key: C candidates, D ranks, K groups. ``group_of[D]`` is the ring posi
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
@@ -34,12 +35,13 @@ def apportion(speeds: tuple[float, ...], total: int) -> tuple[int, ...]:
     """
     all_speeds = sum(speeds)
     shares = [int(total * speed / all_speeds) for speed in speeds]
+    # (time with one unit more, -speed, index) of every share that may grow
+    next_ends = [((shares[i] + 1) / speed, -speed, i) for i, speed in enumerate(speeds) if speed > 0]
+    heapq.heapify(next_ends)
     for _ in range(total - sum(shares)):
-        best = min(
-            (i for i, speed in enumerate(speeds) if speed > 0),
-            key=lambda i: ((shares[i] + 1) / speeds[i], -speeds[i], i),
-        )
+        _, negative_speed, best = next_ends[0]
         shares[best] += 1
+        heapq.heapreplace(next_ends, ((shares[best] + 1) / -negative_speed, negative_speed, best))
     return tuple(shares)
 
 

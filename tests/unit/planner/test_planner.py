@@ -22,7 +22,7 @@ from ds_hetero.planner.results.schedule import compared
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import schedule_of
 from ds_hetero.planner.search.covers import best_levels, cover, minimal_covers
-from ds_hetero.planner.search.memory_fit import fit_memory
+from ds_hetero.planner.search.memory_fit import fit_memory, fit_rows
 from ds_hetero.planner.search.problem import Assignment
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.search.shares import apportion, cap_shares, triangle_fill, two_speed_fill, whole_shares
@@ -433,6 +433,12 @@ def test_memory_is_made_to_fit_by_moving_tokens():
     assert (need <= cost.capacity_bytes_D).all()
     assert need[0] > 0.98 * cost.capacity_bytes_D[0]  # and no more than has to
     assert tokens.sum() == pytest.approx(524_288)
+    uneven = np.array([400_000.0, 124_288.0])
+    fitting, none = np.array([100_000.0, 424_288.0]), np.array([524_288.0, 0.0])  # a rank without tokens gets none
+    rows = np.stack([none, even, fitting, uneven])
+    fitted = fit_rows(cost, grouping, rows, np.stack([heads] * 4))
+    assert fitted[0] is None and fitted[1].tolist() == tokens.tolist() and fitted[2].tolist() == fitting.tolist()
+    assert fitted[3].tolist() == fit_memory(cost, grouping, uneven, heads).tolist()
 
 
 def test_places_join_nodes_that_see_the_network_alike():
