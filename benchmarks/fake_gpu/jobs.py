@@ -13,10 +13,14 @@ from ds_hetero.common.reading import config_dir
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.cost.workload import Buffers, Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models import load_model, model_from_config
+from ds_hetero.models import model_from_config
 from ds_hetero.planner import plan, strategy
 from ds_hetero.planner.memory import stacks
 from ds_hetero.values.schedule import Schedule
+
+FAMILY = "family:"  # before a model type of transformers
+_LAYERS_OF_FAMILY = {"gemma3_text": 6}  # of which the last sees the whole sequence; of others four layers run
+_WORDS_OF_FAMILY = 8_192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,7 @@ class Setting:
     """A model on a cluster.
 
     Args:
-        model: name of a preset.
+        model: name of a preset; or `FAMILY` and a model type of transformers, for a small number of its layers.
         cluster: file of ds_configs/clusters.
         length: tokens of a sequence.
         zero_stage: of DeepSpeed.
@@ -121,7 +125,8 @@ SETTINGS = (
 
 @lru_cache(maxsize=64)
 def _schedule(setting: Setting) -> Schedule:
-    cluster, model = load_cluster(setting.cluster), load_model(setting.model)
+    cluster = load_cluster(setting.cluster)
+    model = model_from_config(config_of(setting.model, None, setting.length), setting.model)
     try:
         return plan(cluster, model, setting.workload).schedule
     except PlanError:
@@ -129,13 +134,15 @@ def _schedule(setting: Setting) -> Schedule:
 
 
 def config_of(model: str, layers: int | None, length: int) -> dict[str, Any]:
-    """Return the config.json of a preset.
+    """Return the config.json of a preset or of a family.
 
     Args:
-        model: name of the preset.
+        model: see `Setting`.
         layers: number of first layers to keep; None for all.
         length: tokens of the longest sequence.
     """
+    if model.startswith(FAMILY):
+        return _config_of_family(model.removeprefix(FAMILY), length)
     config: dict[str, Any] = json.loads((config_dir() / "models" / f"{model}.json").read_text())
     config |= {"use_cache": False, "max_position_embeddings": max(length, config.get("max_position_embeddings", 0))}
     if layers is not None:
@@ -145,6 +152,21 @@ def config_of(model: str, layers: int | None, length: int) -> dict[str, Any]:
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:layers]
     return config
+
+
+def _config_of_family(model_type: str, length: int) -> dict[str, Any]:
+    """Return transformers' own configuration of a family, with few layers and a small vocabulary."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        model_type,
+        num_hidden_layers=_LAYERS_OF_FAMILY.get(model_type, 4),
+        vocab_size=_WORDS_OF_FAMILY,
+        max_position_embeddings=max(length, 131_072),
+        use_cache=False,
+        pad_token_id=None,
+    )
+    return json.loads(config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
 
 
 def _with_images(text: dict[str, Any]) -> dict[str, Any]:
