@@ -26,7 +26,14 @@ from ds_hetero.planner.jobs.job import Job, JobTask, Refused, does_not_fit_text
 from ds_hetero.planner.jobs.kinds import BATCH
 from ds_hetero.planner.jobs.quick import micro_batch_and_shared_s, short_search
 from ds_hetero.planner.jobs.sequence import MIN_GAIN, cluster_of, ranks_left_out
-from ds_hetero.planner.jobs.settings import offloadings, recomputations, tilings, zero_settings
+from ds_hetero.planner.jobs.settings import (
+    keeping_attention,
+    may_keep_attention,
+    offloadings,
+    recomputations,
+    tilings,
+    zero_settings,
+)
 from ds_hetero.planner.results.planned import Planned
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.schedule import Schedule
@@ -137,14 +144,15 @@ class _BatchSearch:
         for with_offloads in (False, True):
             best: Job | None = None
             settings = sorted(self._settings(groups, with_offloads=with_offloads), key=lambda one: one[:2])
-            num_sized: Counter[_Group] = Counter()
+            num_sized: Counter[object] = Counter()
             for setting in settings:
                 best_s = inf if best is None else best.step_s
                 if setting.least_s >= best_s * (1 - MIN_GAIN):
                     break
-                if num_sized[setting.group] == _MAX_SIZED_SETTINGS:
+                limited = setting.group, setting.workload.keeps_attention
+                if num_sized[limited] == _MAX_SIZED_SETTINGS:
                     continue
-                num_sized[setting.group] += 1
+                num_sized[limited] += 1
                 job = self._sized(setting)
                 if job is not None and job.step_s < best_s * (1 - MIN_GAIN):
                     best = job
@@ -169,6 +177,7 @@ class _BatchSearch:
         for group in groups:
             num_replicas = len(group.replicas)
             cluster = cluster_of(task.cluster, group.ranks)
+            shares_sequences = num_replicas < len(group.ranks)
             base = replace(
                 task.workload,
                 micro_batch=1,
@@ -176,11 +185,14 @@ class _BatchSearch:
                 data_parallel=num_replicas,
                 zero_cluster=cluster,
                 # Replicas of one rank run the model's own attention, which keeps nothing.
-                keep_attention=task.workload.keep_attention and num_replicas < len(group.ranks),
+                keep_attention=task.workload.keep_attention and shares_sequences,
             )
             order = 0
             for zero in zero_settings(base, cluster, task.freedom):
-                for recomputed in recomputations(zero, task.freedom):
+                kinds = recomputations(zero, task.freedom)
+                if shares_sequences and may_keep_attention(base, task.freedom):
+                    kinds += keeping_attention(kinds)
+                for recomputed in kinds:
                     works = offloadings(recomputed, cluster, task.freedom) if with_offloads else [recomputed]
                     for work in works:
                         yield _Setting(self._least_s(group, work), order, group, work)
@@ -354,7 +366,8 @@ class _BatchSearch:
 
         A single rank has one schedule for all settings; that of a node depends on recomputation and the ZeRO stage.
         """
-        key = (self._key(members), len(members) > 1 and (work.activation_checkpointing, work.zero_stage))
+        settings = (work.activation_checkpointing, work.keeps_attention, work.zero_stage)
+        key = (self._key(members), len(members) > 1 and settings)
         if key not in self._replicas:
             cost = self._cost(members, work)
             schedule = short_search(cost)

@@ -21,6 +21,7 @@ class JobTask:
     workload: Workload  # settings that the user fixed, and the usual ones where the search may choose
     batch: int  # sequences of a step
     freedom: Freedom
+    stage_kinds: tuple[str, ...] | None = None  # of stages of several ranks that the model can have; None for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +99,11 @@ def does_not_fit_text(reason: str | None) -> str:
 class FoundJobs:
     """The best job of every kind, and the kinds that are refused."""
 
-    jobs: tuple[Job, ...]  # fastest first, one of each kind that fits; never empty
+    jobs: tuple[Job, ...]  # best first, one of each kind that fits; never empty
     refused: tuple[Refused, ...]
     search_s: float  # time of the search
 
     @property
     def best(self) -> Job:
-        """The fastest job."""
+        """The fastest job; of equally fast ones that of the simplest kind."""
         return self.jobs[0]

@@ -14,6 +14,9 @@ KINDS = {
 }
 """Kinds of jobs, as ``--parallel`` takes them, with their names for people."""
 
+SIMPLEST_FIRST = (ONE, SEQUENCE, BATCH, PIPELINES)
+"""Kinds of jobs by what they ask of a script and of the network; ties go to the first."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Freedom:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.calibrated import INNERS, CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.jobs.job import Job, JobTask, Refused
@@ -58,9 +58,10 @@ def _planned(task: JobTask, work: Workload) -> PlannedPipelines:
     cluster, model = task.cluster, task.model
     sizes = MICRO_BATCH_SIZES if task.freedom.may_choose("micro_batch") else (work.micro_batch,)
     work = replace(work, micro_batch=1, micro_batches=1)
+    inners = INNERS if task.stage_kinds is None else task.stage_kinds
     costs = None
     if not task.freedom.may_choose("activation_checkpointing"):
-        costs = CalibratedStageCosts(cluster, model, work, find=ScheduleFinder())
+        costs = CalibratedStageCosts(cluster, model, work, inners, find=ScheduleFinder())
     return plan_pipelines(
         cluster,
         model,
@@ -68,6 +69,7 @@ def _planned(task: JobTask, work: Workload) -> PlannedPipelines:
         task.batch,
         costs=costs,
         micro_batch_sizes=sizes,
+        inners=inners,
         effort_s=EFFORT_SHARE * default_effort_s(cluster.num_ranks),
         from_published=False,
         with_sequence=False,

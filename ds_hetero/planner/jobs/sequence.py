@@ -28,6 +28,8 @@ from ds_hetero.planner.jobs.job import Job, JobTask, Refused, does_not_fit_text
 from ds_hetero.planner.jobs.kinds import ONE
 from ds_hetero.planner.jobs.quick import LONG_PROBE_S, quick_step_s, short_search, step_lower_bound_s
 from ds_hetero.planner.jobs.settings import (
+    keeping_attention,
+    may_keep_attention,
     micro_batch_sizes,
     offloadings,
     recomputations,
@@ -43,6 +45,7 @@ from ds_hetero.values.schedule import Schedule
 
 # Chosen, never measured.
 MIN_GAIN = 1e-3  # of the time; a setting that gains less gives way to a simpler one
+MIN_KEPT_GAIN = 0.02  # the same of kept attention, whose job costs a further search
 MAX_LOOKS = 32  # combinations of ranks and settings that get a schedule
 MAX_PROBED = 3  # sets of ranks that get a schedule of a longer search
 ESTIMATE_SLACK = 1.1  # how much slower than the fastest job so far a candidate's estimate may be
@@ -125,13 +128,13 @@ def best_replica(task: JobTask, kind: str, rank_sets: Sequence[tuple[int, ...]])
     for with_offloads in _tiers(task):
         for searched_sets in _searched_together(task, kind, rank_sets):
             looks = _Looks(limit_s=min((job.step_s for job in jobs), default=inf))
-            _look_at_all(task, searched_sets, looks, with_offloads=with_offloads)
+            _look_at_all(task, _Pass(searched_sets, with_offloads), looks)
             all_ranks = rank_sets[0] if kind != ONE and searched_sets[0] == rank_sets[0] else None
             job = _planned_best(task, kind, all_ranks, looks)
             if job is not None:
                 jobs.append(job)
         if jobs:
-            return min(jobs, key=lambda job: job.step_s)
+            return _with_kept_attention(task, min(jobs, key=lambda job: job.step_s), with_offloads)
     return Refused(kind=kind, reason=shortage_text(task, rank_sets))
 
 
@@ -160,12 +163,18 @@ def _tiers(task: JobTask) -> tuple[tuple[bool, ...], ...]:
     return ((False, True),) if is_known else ((False,), (True,))
 
 
-def _look_at_all(
-    task: JobTask, rank_sets: Sequence[tuple[int, ...]], looks: _Looks, *, with_offloads: tuple[bool, ...]
-) -> None:
+class _Pass(NamedTuple):
+    """Part of a search: sets of ranks, and the settings that it tries with them."""
+
+    rank_sets: Sequence[tuple[int, ...]]
+    with_offloads: tuple[bool, ...]
+    keeps_attention: bool = False  # whether it tries only settings with kept attention that the search has added
+
+
+def _look_at_all(task: JobTask, passed: _Pass, looks: _Looks) -> None:
     """Time candidates by a short search, the smallest estimate first, until none can beat the fastest job so far."""
     left = MAX_LOOKS if task.cluster.num_ranks <= MANY_RANKS else MAX_LOOKS_OF_MANY
-    candidates = list(_candidates(task, rank_sets, with_offloads))
+    candidates = list(_candidates(task, passed))
     while candidates and left:
         candidate = min(candidates, key=lambda one: (looks.estimate_s(one), one.order, one.ranks))
         candidates.remove(candidate)
@@ -181,19 +190,17 @@ def _look_at_all(
         looks.note(candidate, looked)
 
 
-def _candidates(
-    task: JobTask, rank_sets: Sequence[tuple[int, ...]], with_offloads: tuple[bool, ...]
-) -> Iterator[_Candidate]:
+def _candidates(task: JobTask, passed: _Pass) -> Iterator[_Candidate]:
     """Yield every set of ranks under every setting whose model states alone fit into memory."""
-    for ranks in rank_sets:
+    for ranks in passed.rank_sets:
         cluster = cluster_of(task.cluster, ranks)
-        for order, work in enumerate(_settings(task, cluster, with_offloads)):
+        for order, work in enumerate(_settings(task, cluster, passed)):
             cost = make_cost_model("calibrated", cluster, task.model, work)
             if (static_bytes(task.model, work, cluster) < cost.capacity_bytes_D).all():
                 yield _Candidate(step_lower_bound_s(cost), order, ranks, cost)
 
 
-def _settings(task: JobTask, cluster: Cluster, with_offloads: tuple[bool, ...]) -> Iterator[Workload]:
+def _settings(task: JobTask, cluster: Cluster, passed: _Pass) -> Iterator[Workload]:
     """Yield workloads by ZeRO, recomputation, offloads and micro-batches, simpler ones first."""
     freedom = task.freedom
     # One rank runs the model's own attention, which keeps nothing.
@@ -201,10 +208,11 @@ def _settings(task: JobTask, cluster: Cluster, with_offloads: tuple[bool, ...]) 
     for size in micro_batch_sizes(base, task.batch, freedom):
         of_size = with_batch(base, size, task.batch)
         for zero in zero_settings(of_size, cluster, freedom):
-            for work in recomputations(zero, freedom):
-                if False in with_offloads:
+            works = recomputations(zero, freedom)
+            for work in keeping_attention(works) if passed.keeps_attention else works:
+                if False in passed.with_offloads:
                     yield work
-                if True in with_offloads:
+                if True in passed.with_offloads:
                     yield from offloadings(work, cluster, freedom)
 
 
@@ -363,6 +371,25 @@ def _with_better_settings(task: JobTask, job: Job, looks: _Looks) -> Job:
         return job
     other = _planned(task, job.kind, ranks, best_work)
     return other if other is not None and other.step_s < job.step_s else job
+
+
+def _with_kept_attention(task: JobTask, job: Job, with_offloads: tuple[bool, ...]) -> Job:
+    """Return a job of the same ranks that keeps attention over recomputation, if that is faster; else ``job`` itself.
+
+    It is tried after everything else, and begins with the schedule of ``job``: so it takes no places of other settings,
+    and a schedule is searched for only where kept attention gains by `MIN_KEPT_GAIN`.
+    """
+    if job.kind == ONE or not may_keep_attention(task.workload, task.freedom):
+        return job
+    assert isinstance(job.planned, PlannedSchedule)
+    ranks = tuple(rank for rank in range(task.cluster.num_ranks) if rank not in job.left_out)
+    looks = _Looks(limit_s=job.step_s, schedules={(ranks, True, True): [job.planned.schedule]})
+    _look_at_all(task, _Pass([ranks], with_offloads, keeps_attention=True), looks)
+    fastest = min(looks.best_of.values(), key=lambda looked: looked.step_s, default=None)
+    if fastest is None or fastest.step_s > job.step_s * (1 - MIN_KEPT_GAIN):
+        return job
+    kept = _planned(task, job.kind, ranks, fastest.workload)
+    return kept if kept is not None and kept.step_s < job.step_s else job
 
 
 def strongest_settings(task: JobTask, cluster: Cluster) -> Workload:

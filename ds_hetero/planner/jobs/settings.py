@@ -5,7 +5,7 @@ Every list begins with the simplest setting, so that ties go to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ds_hetero.cluster.topology import Cluster
@@ -56,6 +56,19 @@ def recomputations(work: Workload, freedom: Freedom) -> list[Workload]:
     keeps_all = replace(work, activation_checkpointing=False)
     recomputes = replace(work, activation_checkpointing=True)
     return [recomputes] if work.offload_activations else [keeps_all, recomputes]
+
+
+def may_keep_attention(work: Workload, freedom: Freedom) -> bool:
+    """Whether the search may add kept attention to a recomputation, where ranks share a sequence.
+
+    A rank that runs whole sequences has the model's own attention, which keeps nothing.
+    """
+    return freedom.may_choose("keep_attention") and not work.keep_attention
+
+
+def keeping_attention(works: Iterable[Workload]) -> list[Workload]:
+    """Return those of the workloads that recompute, with attention kept over the recomputation."""
+    return [replace(work, keep_attention=True) for work in works if work.activation_checkpointing]
 
 
 def tilings(work: Workload, freedom: Freedom) -> list[Workload]:

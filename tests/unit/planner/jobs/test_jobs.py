@@ -7,6 +7,7 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,17 @@ from ds_hetero.planner.jobs.batch import PlannedBatch
 from ds_hetero.planner.jobs.job import FoundJobs, Job, JobTask
 from ds_hetero.planner.jobs.kinds import BATCH, KINDS, ONE, PIPELINES, SEQUENCE, Freedom
 from ds_hetero.planner.jobs.rank_sets import job_rank_sets, single_ranks
-from ds_hetero.planner.jobs.search import search_jobs
+from ds_hetero.planner.jobs.search import best_first, search_jobs
 from ds_hetero.planner.jobs.sequence import MIN_GAIN
-from ds_hetero.planner.jobs.settings import micro_batch_sizes, offloadings, recomputations, tilings, zero_settings
+from ds_hetero.planner.jobs.settings import (
+    keeping_attention,
+    may_keep_attention,
+    micro_batch_sizes,
+    offloadings,
+    recomputations,
+    tilings,
+    zero_settings,
+)
 from ds_hetero.planner.planning import plan
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.job_folder import ds_config, folder_contents, no_batch_size, trainer_arguments, visible_devices
@@ -180,6 +189,28 @@ def test_what_an_option_names_is_kept(settings: dict[str, Any], fields: set[str]
             assert (job.workload.micro_batch, job.workload.micro_batches) == (2, 2)
 
 
+def test_attention_is_kept_over_recomputation_where_memory_allows_it() -> None:
+    """Activations of 32K tokens do not fit, but their attention does: it takes most of the time of these layers."""
+    searched = replace(task("3090x4", seq_len=32768, adapter_rank=16), model=load_model("llama-3.1-8b"))
+    of_kind = replace(searched, freedom=Freedom(kinds=(SEQUENCE,)))
+    without = replace(searched, freedom=Freedom(kinds=(SEQUENCE,), fixed=frozenset({"keep_attention"})))
+    kept, computed_again = search_jobs(of_kind).best, search_jobs(without).best
+    assert kept.workload.keeps_attention and kept.step_s < computed_again.step_s
+    assert ds_config(kept, plan_file(kept))["heterogeneity"]["keep_attention"] is True
+    for kind in (ONE, PIPELINES):
+        try:
+            alone = search_jobs(replace(searched, freedom=Freedom(kinds=(kind,)))).best
+        except PlanError:
+            continue
+        assert not alone.workload.keep_attention
+
+
+def test_of_equally_fast_jobs_the_simplest_kind_comes_first() -> None:
+    times = {PIPELINES: 1.0, SEQUENCE: 1.0005, BATCH: 1.0009, ONE: 1.002}
+    jobs: list[Any] = [SimpleNamespace(kind=kind, step_s=step_s) for kind, step_s in times.items()]
+    assert [job.kind for job in best_first(jobs)] == [SEQUENCE, BATCH, PIPELINES, ONE]
+
+
 def test_adapters_on_cards_behind_a_slow_network_train_in_pipelines() -> None:
     """QLoRA of a 32B: stages send activations over the network, sequence parallelism all weights and more."""
     cluster, work = rig("3090x2,4070ti | 5090", "10GbE"), Workload(seq_len=8192, micro_batches=8)
@@ -222,6 +253,9 @@ def test_settings_begin_with_the_simplest() -> None:
     stages = [(each.zero_stage, each.zero_within) for each in zero_settings(work, cluster, FREE)]
     assert stages == [(0, False), (1, False), (2, False), (3, False), (3, True)]
     assert [each.activation_checkpointing for each in recomputations(work, FREE)] == [False, True]
+    (kept,) = keeping_attention(recomputations(work, FREE))
+    assert kept.keeps_attention and may_keep_attention(work, FREE)
+    assert not may_keep_attention(work, Freedom(fixed=frozenset({"keep_attention"})))
     tiled = replace(work, tiled_logits=False)
     assert [(each.tiled_logits, each.tiled_mlp) for each in tilings(tiled, FREE)] == [
         (False, False),
