@@ -478,6 +478,13 @@ _LOOP_ROWS = (
         ),
     ),
     Row(
+        what='`"parallel": "best"`: the job chooses between sequences and pipelines at its start',
+        status="tested",
+        tests=(
+            "tests/integration/pipelines/test_best_kind.py::test_a_job_takes_the_faster_kind_and_the_same_loop_trains_as_one_process",
+        ),
+    ),
+    Row(
         what="pipelines of `ds_hetero.empty_model` (meta device)",
         status="tested",
         tests=(

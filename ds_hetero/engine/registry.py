@@ -7,6 +7,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from torch import nn
@@ -47,7 +48,7 @@ from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.runtime.replica import Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.plans import Plan
-from ds_hetero.values.section import SECTION
+from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 T = TypeVar("T")
 
@@ -216,6 +217,15 @@ class Registry:
         request = agree_on_request(World.current(), lambda: section_of(ds_config), training)
         self._request = section_text, request
         return request
+
+    def set_section(self, ds_config: Mapping[str, object], section: HeterogeneitySection) -> None:
+        """Replace the section of a configuration's request, until `forget_request`, by one that leaves less open.
+
+        Caller: every rank of the world, with the same section.
+        """
+        request = self.request_of(ds_config)
+        assert self._request is not None
+        self._request = self._request[0], replace(request, section=section)
 
     def forget_request(self) -> None:
         """Drop the request when its engine has been built: the next engine reads its section and plan anew."""

@@ -153,7 +153,7 @@ class HeterogeneitySection(BaseModel):
     schedule: str | JsonDict = "plan"
     batch: Literal["by_speed"] | list[Annotated[int, Field(ge=1, le=MAX_BATCH)]] | None = None
     planner: str | None = Field(default=None, min_length=1, max_length=64)
-    parallel: Literal["sequence", "full"] = "sequence"
+    parallel: Literal["sequence", "full", "best"] = "sequence"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
     placement: Annotated[PlacementSection, BeforeValidator(_as_placement)] = PlacementSection()
@@ -239,6 +239,18 @@ class HeterogeneitySection(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _leaves_kind_open(self) -> HeterogeneitySection:
+        """Refuse keys that say which kind of job it is beside ``"parallel": "best"``, which chooses the kind."""
+        if self.parallel == "best":
+            for name in ("schedule", "planner", "batch"):
+                if name in self.model_fields_set and getattr(self, name) not in ("plan", None):
+                    raise ValueError(
+                        f'"parallel": "best" chooses the kind of job and its plan, but "{name}" is '
+                        f"{shortened(getattr(self, name))}, which fixes it. Leave one of them out"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _has_batch_or_sharding(self) -> HeterogeneitySection:
         """Refuse keys that say how to shard sequences or layers beside ``"batch"``, which shards neither."""
         if not self.sets_batch_by_rank:
@@ -274,7 +286,8 @@ _ACCEPTED = {
     + ", ".join(STRATEGIES),
     "batch": 'the samples of every rank\'s micro-batch, such as [6, 2], whole numbers >= 1; or "by_speed"',
     "planner": 'the name of a published planner: of schedules, or with "parallel": "full" of pipelines',
-    "parallel": '"sequence" (one replica, or several) or "full" (pipelines of unequal stages)',
+    "parallel": '"sequence" (one replica, or several), "full" (pipelines of unequal stages) or "best" (the faster of '
+    "both, chosen when the job starts)",
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
     "placement": '"stream", "documents", or an object with "mode", "max_tokens", "min_cut_tokens", "planner" '

@@ -14,6 +14,7 @@ from torch import nn
 from ds_hetero.cli.planning.saves import saves_line, shared_memory
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, expect_whole_number, read_file, shortened
+from ds_hetero.cost.stages.calibrated import INNERS
 from ds_hetero.decision.batches import as_whole, plan_of_batches
 from ds_hetero.decision.decide import decide, wants_search
 from ds_hetero.decision.decide_pipelines import (
@@ -27,6 +28,7 @@ from ds_hetero.decision.decide_pipelines import (
 )
 from ds_hetero.decision.facts import NO_MODEL, JobFacts, ModelFacts
 from ds_hetero.decision.forecast import COST_MODEL
+from ds_hetero.decision.kind_choice import choose_kind, section_of_kind
 from ds_hetero.decision.resolve import (
     clusters_of_replicas,
     given_plan,
@@ -42,6 +44,7 @@ from ds_hetero.frameworks.deepspeed.batch_sizes import expect_batch_of_replicas
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.job.bf16_support import device_without_bf16, expect_native_bf16
 from ds_hetero.job.start import check_facts, expect_kernel
+from ds_hetero.planner.jobs.kinds import PIPELINES, SEQUENCE
 from ds_hetero.planner.pipelines.given import judge_given
 from ds_hetero.planner.pipelines.native_types import expect_trainable
 from ds_hetero.reporting.run_file import expect_writable
@@ -85,6 +88,8 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
             plan: Plan | None = plan_of_batches(section.batch, training, world_size)
         else:
             plan = given_plan(section, world_size)
+        if section.parallel == "best":
+            return {**report, **_best_kind(facts, ds_config, world_size, model)}
         in_pipelines = wants_search(section) or (plan is not None and is_of_pipelines(plan, section))
         _expect_native_bf16(facts, in_pipelines=in_pipelines)
         if in_pipelines:
@@ -96,6 +101,33 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         return {**report, **_decision(facts, plan, ds_config, world_size, model)}
     except HeteroError as error:
         return {**report, "problem": str(error)}
+
+
+def _best_kind(facts: JobFacts, ds_config: JsonObject, world_size: int, model: nn.Module | None) -> JsonDict:
+    """Return the kind of job that ``"parallel": "best"`` chooses, with its plan; or why only the job can choose."""
+    section = facts.section
+    if section.cluster == "measure" or facts.model.spec is None:
+        missing = "--model" if facts.model.spec is None else "a profile of the ranks (ds-hetero profile) as the cluster"
+        return {
+            "decided": f'"parallel": "best": the kind of job is chosen when it starts. To see it now, give {missing}.'
+        }
+    closed: dict[str, str] = {}
+    impossible: Mapping[str, str] = {}
+    in_pipelines = replace(facts, section=section_of_kind(section, PIPELINES))
+    try:
+        expect_supported_keys(ds_config, pipelines=True)
+        check_pipelines_searchable(in_pipelines)
+        impossible = _check_model(model, None)
+    except HeteroError as error:
+        closed[PIPELINES] = " ".join(str(error).split()).rstrip(".")
+    kinds = tuple(inner for inner in INNERS if inner not in impossible)
+    choice = choose_kind(facts, world_size, measured=None, on_host=False, closed=closed, stage_kinds=kinds)
+    if choice.kind == PIPELINES:
+        of_kind = _pipelines(in_pipelines, None, ds_config, world_size, model)
+    else:
+        in_sequences = replace(facts, section=section_of_kind(section, SEQUENCE))
+        of_kind = _decision(in_sequences, None, ds_config, world_size, model)
+    return {**of_kind, "decided": "\n".join([*choice.lines, str(of_kind.get("decided") or "")]).rstrip()}
 
 
 def _expect_native_bf16(facts: JobFacts, *, in_pipelines: bool) -> None:

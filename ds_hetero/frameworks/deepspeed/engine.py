@@ -43,11 +43,13 @@ from ds_hetero.frameworks.deepspeed.hook_table import hooks_of_pipelines, hooks_
 from ds_hetero.frameworks.deepspeed.hooked_engine import HookedEngine
 from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
+from ds_hetero.frameworks.deepspeed.kind_choice import choose_kind_of_call
 from ds_hetero.frameworks.deepspeed.late_registration import note_engine
 from ds_hetero.frameworks.deepspeed.losses import scaling_of
 from ds_hetero.frameworks.deepspeed.mpu import SequenceMpu, mpu_of_replica, sequence_parallelism_hidden
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES, ZERO_3_IDENTITIES
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
+from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.replica_engine import ReplicaEngine
 from ds_hetero.frameworks.deepspeed.stock_ulysses import SIZE_OF_CONFIGURATION, StockUlysses, refuse_shards
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
@@ -108,6 +110,7 @@ def _initialize(registry: Registry, ulysses: StockUlysses, stock: Function, *arg
         )
     try:
         hooked: HookedEngine
+        choose_kind_of_call(registry, arguments, ds_config, _sp_sizes_by_source(registry, arguments, ds_config))
         if registry.request_of(ds_config).is_of_pipelines:
             pipelined, initialize_result = PipelineInstaller(registry, stock, arguments, ds_config).install()
             hooked, rows = pipelined, hooks_of_pipelines(pipelined)
@@ -131,7 +134,7 @@ class ReplicaInstaller(Installer):
         """Convert the model, then build the engine on it; see `Installer.install`."""
         model = self._arguments["model"]
         _expect_supported(model, self._ds_config)
-        sizes = self._sp_sizes_by_source()
+        sizes = _sp_sizes_by_source(self._registry, self._arguments, self._ds_config)
         trained = self._registry.prepare(model, self._ds_config, sizes)
         note_identities(ZERO_3_IDENTITIES)
         initialize_result = self._build(trained, sp_size_of(sizes))
@@ -143,17 +146,6 @@ class ReplicaInstaller(Installer):
         trained.prediction_check.start()
         trained.elastic = self._keep_in_memory(engine, trained.start)
         return self._hooked(trained, engine), initialize_result
-
-    def _sp_sizes_by_source(self) -> dict[str, int | None]:
-        """Return the sequence-parallel size in each place where it can be set; None in a place that does not set it."""
-        mesh = self._arguments.get("mesh_param")
-        return {
-            SIZE_OF_CONFIGURATION: read_training_facts(self._ds_config).sp_size,
-            "mesh_param of deepspeed.initialize": mesh[1] if mesh else None,
-            "the mpu given to deepspeed.initialize": _size_of_mpu(self._arguments.get("mpu")),
-            "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
-            f'"{SECTION}.batch", which splits no sequence,': 1 if sets_batch_by_rank(self._ds_config) else None,
-        }
 
     def _hooked(self, trained: TrainedModel, engine: Any) -> ReplicaEngine:
         """Return the engine with the state of its hooks."""
@@ -204,6 +196,18 @@ class ReplicaInstaller(Installer):
             optimizers.optimizers_in_place(config, weights, nodes),
         ):
             return self._call_stock(config, mpu=None)
+
+
+def _sp_sizes_by_source(registry: Registry, arguments: Arguments, ds_config: DsConfig) -> dict[str, int | None]:
+    """Return the sequence-parallel size in each place where it can be set; None in a place that does not set it."""
+    mesh = arguments.get("mesh_param")
+    return {
+        SIZE_OF_CONFIGURATION: read_training_facts(ds_config).sp_size,
+        "mesh_param of deepspeed.initialize": mesh[1] if mesh else None,
+        "the mpu given to deepspeed.initialize": _size_of_mpu(arguments.get("mpu")),
+        "sp_size of accelerate's ParallelismConfig": registry.adapters.processes.size_of_accelerate(),
+        f'"{SECTION}.batch", which splits no sequence,': 1 if sets_batch_by_rank(ds_config) else None,
+    }
 
 
 def _size_of_mpu(mpu: Any) -> int | None:

@@ -20,6 +20,7 @@ import deepspeed.runtime.sequence_parallel.parallel_state_sp as stock_mpu
 import torch
 import torch.distributed as dist
 
+from ds_hetero.decision.kind_choice import section_of_kind
 from ds_hetero.engine.ds_config import has_active_section, read_training_facts
 from ds_hetero.engine.forward_mode import wanted_results
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
@@ -29,6 +30,7 @@ from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.same_configuration import agree_on_configuration
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed.mpu import expect_one_worker, mpu_of_one_worker, mpu_of_replica
+from ds_hetero.planner.jobs.kinds import SEQUENCE
 from ds_hetero.runtime.pipeline.batches import SameBatches
 
 SIZE_OF_CONFIGURATION = "sequence_parallel_size of ds_config"
@@ -87,7 +89,11 @@ class StockUlysses:
         if not has_active_section(ds_config):
             return stock(cls, *args, **kwargs)
         model = arguments["model_name_or_path"]
-        if self._registry.request_of(ds_config).is_of_pipelines:
+        request = self._registry.request_of(ds_config)
+        if request.section is not None and request.section.parallel == "best":
+            # The script asks for sequence parallelism, and may split the model here: it has chosen the kind.
+            self._registry.set_section(ds_config, section_of_kind(request.section, SEQUENCE))
+        if request.is_of_pipelines:
             self._has_pipelines = True
             expect_one_worker(size)
             return mpu_of_one_worker()
