@@ -1,11 +1,12 @@
 """Compare the first answer of ``ds-hetero plan`` with the plan that was its answer before it searched over jobs.
 
-    python -m benchmarks.best_job [--rigs N] [--json]
+    python -m benchmarks.best_job [--rigs N] [--json] [--output FILE]
 
 Before: sequence parallelism over all GPUs under ZeRO-3 with recomputation, whole loss. Now: the best job. For every rig
 full training of a 1B, LoRA of an 8B and QLoRA of a 32B, at two lengths. At the shorter one every answer's alternatives
-are checked by asking for their kind alone. The command ends with 1 if an answer is slower than before, or if an
-alternative is not what its kind alone gives.
+are checked by asking for their kind alone. Results are written as they come; jobs that the file has are not searched
+again. The command ends with 1 if an answer is slower than before, or if an alternative is not what its kind alone
+gives.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cluster.notation import read_notation
 from ds_hetero.common.tables import framed_table
@@ -48,7 +52,7 @@ RIGS = (
     ("4xL40S | 4xA10G", "25Gbit/s"),
     ("4xA100-80GB | 4xL40S", "25"),
     ("2xH100 | A100-80GB", "1Gbit/s"),
-    ("8xA100-40GB", None),
+    ("8xA100-SXM-40GB", None),
     ("8xH100", None),
     ("8xH100 | 8xA100-80GB", "25"),
     ("8xH100 | 8xH100", "50"),
@@ -58,6 +62,7 @@ RIGS = (
 TRAININGS = (("full", "llama-3.2-1b"), ("lora", "llama-3.1-8b"), ("qlora", "qwen2.5-32b"))
 LENGTHS = (8_192, 32_768)
 BATCH = 8  # sequences of a step
+RESULT = FOLDER / "best_job.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +93,14 @@ class Row:
         return self.now_s is None or self.now_s > self.before_s * (1 + MIN_GAIN)
 
 
-def rows(rigs: int) -> Iterator[Row]:
-    """Yield the rows of the first ``rigs`` rigs."""
+def rows(rigs: int, known: Sequence[Row]) -> Iterator[Row]:
+    """Yield the rows of the first ``rigs`` rigs, those in ``known`` as they are."""
+    row_of = {(row.gpus, row.train, row.seq_len): row for row in known}
     for gpus, network in RIGS[:rigs]:
         cluster = load_cluster(read_notation(gpus, network).content)
         for train, model in TRAININGS:
             for seq_len in LENGTHS:
-                yield _row(gpus, cluster, train, model, seq_len)
+                yield row_of.get((gpus, train, seq_len)) or _row(gpus, cluster, train, model, seq_len)
 
 
 def _row(gpus: str, cluster: Cluster, train: str, model_name: str, seq_len: int) -> Row:
@@ -157,11 +163,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rigs", type=int, default=len(RIGS), help="so many of the rigs, from the first on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    done = []
-    for row in rows(arguments.rigs):
+    done: list[Row] = []
+    for row in rows(arguments.rigs, _known(arguments.output)):
         done.append(row)
         print(f"{row.gpus}, {row.train}, {row.seq_len}: {row.gain}", file=sys.stderr)
+        result = _result(done)
+        write(result, arguments.output)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(_table(done))
+        print("\n".join(f"{name}: {value}" for name, value in result["summary"].items()))
+    return int(bool(result["summary"]["slower"] or result["summary"]["unlike_alone"]))
+
+
+def _known(output: Path) -> list[Row]:
+    """Return the rows of a file of results; none if there is no such file."""
+    if not output.exists():
+        return []
+    fields = Row.__dataclass_fields__
+    rows_of_file = json.loads(output.read_text())["rows"]
+    return [
+        Row(**{**{name: row[name] for name in fields}, "unlike_alone": tuple(row["unlike_alone"])})
+        for row in rows_of_file
+    ]
+
+
+def _result(done: Sequence[Row]) -> dict[str, Any]:
+    """Return the content of the file of results."""
     gains = [row.gain for row in done if row.gain is not None]
     summary = {
         "jobs": len(done),
@@ -173,12 +204,8 @@ def main() -> int:
         "unlike_alone": sum(len(row.unlike_alone) for row in done),
         "longest_search_s": max(row.search_s for row in done),
     }
-    if arguments.json:
-        print(json.dumps({"rows": [{**asdict(row), "gain": row.gain} for row in done], "summary": summary}))
-    else:
-        print(_table(done))
-        print("\n".join(f"{name}: {value}" for name, value in summary.items()))
-    return int(bool(summary["slower"] or summary["unlike_alone"]))
+    rows_of_file = [{**asdict(row), "gain": row.gain} for row in done]
+    return {**header("python -m benchmarks.best_job"), "rows": rows_of_file, "summary": summary}
 
 
 if __name__ == "__main__":
