@@ -51,7 +51,7 @@ def test_compiles_for_ampere_within_registers_and_shared_memory(name, many):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_KIB)
-@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("name", ["forward", "dq", "dkv", "merge"])
 def test_heads_of_128_do_not_spill_on_any_architecture(capability, name):
     dtype = "fp16" if capability < 80 else "bf16"
     build = Build(capability, name, 128, dtype)
