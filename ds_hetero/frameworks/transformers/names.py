@@ -47,6 +47,8 @@ PRIVATE_NAMES = (
     "transformers:PreTrainedModel._from_config",
     "transformers:PreTrainedModel._init_weights",
     "transformers:PretrainedConfig._attn_implementation",
+    "transformers:PretrainedConfig._experts_implementation",
+    "transformers.integrations.moe:ExpertsInterface._global_mapping",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping",
     "transformers.trainer:deepspeed_load_checkpoint",
     "transformers.trainer:skip_first_batches",
@@ -57,6 +59,7 @@ PRIVATE_NAMES = (
 
 ATTRIBUTES = (
     "transformers.configuration_utils:PretrainedConfig._attn_implementation_internal",
+    "transformers.configuration_utils:PretrainedConfig._experts_implementation_internal",
     "transformers.modeling_utils:PreTrainedModel._gradient_checkpointing_func",
     "transformers.modeling_utils:PreTrainedModel._is_hf_initialized",
     "trl.trainer.sft_trainer:SFTTrainer._metrics",  # restored after a probe of the loss
