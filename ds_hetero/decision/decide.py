@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide_pipelines import PipelineFacts, SearchedPipelines, search_pipelines
+from ds_hetero.decision.expert_weights import expert_weights_of
 from ds_hetero.decision.facts import JobFacts, workload_of
 from ds_hetero.decision.forecast import Forecast, forecast
 from ds_hetero.decision.resolve import (
@@ -46,6 +47,7 @@ class JobStart:
     facts: JobFacts  # the same on all ranks
     plan: Plan  # of all ranks
     zero_weights: tuple[float, ...] | None = None  # ZeRO shares of all ranks, by ``"zero_partition": "memory"``
+    expert_weights: tuple[float, ...] | None = None  # shares of the experts by rank; None if every rank has all
     forecasts: tuple[Forecast, ...] = ()  # on rank 0, one per replica; empty if devices or model are unknown
     is_predicted: bool = False  # on every rank, whether rank 0 has forecasts
     no_forecast_reason: str | None = None  # on rank 0, why there is no forecast although the devices are known
@@ -104,7 +106,11 @@ def decide(
         return JobStart(facts=facts, plan=searched.plan, searched=searched)
     if plan is not None and is_of_pipelines(plan, facts.section):
         return JobStart(facts=facts, plan=plan)
-    return _decide_tokens(_Job(facts, world_size, measured or _described_cluster(facts.section), on_host), plan)
+    cluster = measured or _described_cluster(facts.section)
+    start = _decide_tokens(_Job(facts, world_size, cluster, on_host), plan)
+    if facts.section.experts is None:
+        return start
+    return replace(start, expert_weights=expert_weights_of(facts, start.plan, cluster))
 
 
 def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:

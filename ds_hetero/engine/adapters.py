@@ -6,7 +6,7 @@ find it, as `Registry.adapters`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from ds_hetero.engine.trained.split_model import SplitModel
 from ds_hetero.engine.trained.staged_model import StagedModel
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.data.shards import Batch
+from ds_hetero.runtime.experts.parts import ExpertParts
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.plans import Plan
 
@@ -58,6 +59,12 @@ class ModelAdapter(Protocol):
 
     def split_model(self, model: nn.Module, replica: Replica, kernel: str | None) -> SplitModel:
         """Switch a model to the attention of a replica."""
+
+    def check_placeable(self, model: nn.Module) -> None:
+        """Check that the experts of a model can be divided among ranks. Raises `ModelError`: they cannot."""
+
+    def place_experts(self, model: nn.Module, weights: Sequence[float], replica: Replica) -> ExpertParts:
+        """Keep this rank's part of the experts of every layer."""
 
     def whole_results(self, model: Any, batch: Batch, wanted: Wanted) -> ResultsOfTokens:
         """Return the results of a sharded call for a model that is not split."""

@@ -289,6 +289,18 @@ class Handle:
         return count_items(counted, labels[0].device)
 
     @contextlib.contextmanager
+    def gathered_experts(self) -> Iterator[None]:
+        """Inside the context, let rank 0's model have all experts in its ``state_dict`` and ``save_pretrained``.
+
+        Without ``"experts"`` in the section it does nothing. engine.save_checkpoint and the Trainer need no context.
+
+        Caller: every rank. Collectives: see `ds_hetero.runtime.experts.parts.ExpertParts.gathered`.
+        """
+        experts = self._trained.experts
+        with contextlib.nullcontext() if experts is None else experts.gathered():
+            yield
+
+    @contextlib.contextmanager
     def sharded(self) -> Iterator[None]:
         """Inside the context, let forwards take shards even in evaluation mode, as for a prefill over all ranks."""
         with sharding(True):

@@ -15,8 +15,10 @@ from torch import nn
 from ds_hetero.common.announce import announce
 from ds_hetero.decision.batches import as_whole
 from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.expert_weights import check_experts
 from ds_hetero.decision.facts import JobFacts
 from ds_hetero.decision.resolve import sp_size_of
+from ds_hetero.elastic.worker import is_elastic
 from ds_hetero.engine.adapters import Adapters, ModelAdapter
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.engine.patching import Patches
@@ -273,9 +275,12 @@ class Registry:
         """Make the `TrainedModel` of a module: with split sequences, with weighed losses, or with neither."""
         if start.facts.model.is_split:
             sequences = self.adapters.models.split_model(model, replica, kernel)
-            return TrainedModel(
+            trained = TrainedModel(
                 module=model, start=start, clock=sequences.clock, rank_replica=replica, sequences=sequences
             )
+            if start.expert_weights is not None:
+                trained.experts = self.adapters.models.place_experts(model, start.expert_weights, replica)
+            return trained
         trained = TrainedModel(module=model, start=start, clock=StepClock(default_device()), rank_replica=replica)
         if replica.batch_split is not None:
             trained.batches = UnlikeBatches(model, replica)
@@ -365,6 +370,12 @@ def _read_facts(
     has_rank_batches = request.section.sets_batch_by_rank
     runs_whole = has_rank_batches or sp_size_of(sp_sizes) == 1
     training = read_training_facts(ds_config)
+    if request.section.experts is not None:
+        has_elastic_section = request.section.elastic is not None
+        check_experts(
+            request.section, training, is_split=not runs_whole, is_elastic=is_elastic() or has_elastic_section
+        )
+        adapter.check_placeable(model)
     if has_rank_batches or not runs_whole:
         adapter.check_quantized(model, training.zero_stage)
     read_facts = adapter.read_facts_of_whole_model if runs_whole else adapter.read_model_facts

@@ -20,6 +20,7 @@ from ds_hetero.engine.same_environment import announce_hidden_waits, expect_same
 from ds_hetero.engine.start_name import announce_lost_restarts
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.start import World
+from ds_hetero.runtime.experts.parts import WHOLE_SHAPE
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.section import SECTION, expect_section_name
 
@@ -124,6 +125,8 @@ def _structure(model: nn.Module) -> str:
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     shapes = []
     for name, parameter in parameters.items():
-        shapes.append((name, tuple(getattr(parameter, "ds_shape", parameter.shape))))  # ds_shape: whole shape on ZeRO-3
+        # ds_shape: whole shape on ZeRO-3
+        shape = getattr(parameter, WHOLE_SHAPE, None) or getattr(parameter, "ds_shape", parameter.shape)
+        shapes.append((name, tuple(shape)))
     checksum = hashlib.sha256(repr((shapes, trained)).encode()).hexdigest()[:8]
     return f"{len(shapes)} parameters, {len(trained)} of them trained, names and shapes {checksum}"

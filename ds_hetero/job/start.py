@@ -31,6 +31,7 @@ from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.chosen_text import chosen_pipelines_text, chosen_schedules_text, kept_attention_lines
 from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
 from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys
+from ds_hetero.decision.expert_weights import experts_text
 from ds_hetero.decision.facts import JobFacts, TrainingFacts
 from ds_hetero.decision.resolve import (
     check_plan_fits,
@@ -350,7 +351,7 @@ def start_job(
     start: JobStart | None = None
     on_host = default_device().type == "cpu"
 
-    def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None, bool, bool] | None:
+    def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None, tuple[float, ...] | None, bool, bool] | None:
         nonlocal start
         if world.rank > 0:
             return None
@@ -362,16 +363,17 @@ def start_job(
             plan=plan,
             impossible_stage_kinds=read_impossible_stage_kinds(),
         )
-        return start.plan, start.zero_weights, start.is_predicted, start.keeps_attention
+        return start.plan, start.zero_weights, start.expert_weights, start.is_predicted, start.keeps_attention
 
     decision = world.on_all_ranks(decide_on_rank_0)[0]
     if start is None:
         assert decision is not None
-        plan, weights, is_predicted, keeps_attention = decision
+        plan, weights, expert_weights, is_predicted, keeps_attention = decision
         start = JobStart(
             facts=facts,
             plan=plan,
             zero_weights=weights,
+            expert_weights=expert_weights,
             is_predicted=is_predicted,
             keeps_attention=keeps_attention,
         )
@@ -397,6 +399,8 @@ def announce_start(start: JobStart) -> None:
             logger.debug("%s\n%s", pipelines_text(start.plan), searched_text(start.searched))
         return
     announce(f"on, {plan_text(start.plan, start.section)}")
+    if start.expert_weights is not None:
+        announce(experts_text(start.expert_weights, start.facts, start.plan))
     for line in kept_attention_lines(start):
         announce(line)
     if start.forecasts and start.section.strategy in (LUT.name, FORMULA.name):

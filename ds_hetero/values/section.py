@@ -166,6 +166,7 @@ class HeterogeneitySection(BaseModel):
     ) = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     zero_within: Literal["node"] | list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] | None = None
+    experts: Literal["equal", "by_memory", "by_speed"] | list[float] | None = None
     replan: ReplanSection = ReplanSection()
     checks: Annotated[ChecksSection, BeforeValidator(_as_checks)] = ChecksSection()
     verify: Literal["first_batch", "always", "off"] | None = None  # old name of "checks", still read
@@ -204,9 +205,9 @@ class HeterogeneitySection(BaseModel):
             )
         return self
 
-    @field_validator("zero_partition")
+    @field_validator("zero_partition", "experts")
     @classmethod
-    def _has_finite_weights(cls, value: str | list[float]) -> str | list[float]:
+    def _has_finite_weights(cls, value: str | list[float] | None) -> str | list[float] | None:
         """Refuse weights that are negative, not finite, or all zero."""
         if isinstance(value, list) and not (any(value) and all(map(is_weight, value))):
             raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
@@ -264,6 +265,7 @@ class HeterogeneitySection(BaseModel):
             "tile_tokens",
             "keep_attention",
             "seq_len",
+            "experts",
         )
         conflicting_keys = [name for name in sharding_keys if name in self.model_fields_set]
         if conflicting_keys:
@@ -303,6 +305,8 @@ _ACCEPTED = {
     '"sample_mean", "label_mean" or "token_mean", for that of a module that is not split',
     "zero_within": '"node", or the ranks of every node, such as [2, 1]',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
+    "experts": '"equal", "by_memory", "by_speed", or a list of weights, one per rank, by which the experts of a layer '
+    "are divided among the ranks",
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
     '{"report_only": true}',
     "checks": '"on", "off", or an object with "enabled" and "compare_every"',

@@ -23,6 +23,7 @@ from ds_hetero.engine.trained.unlike_losses import UnlikeLosses
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.prediction_check import PredictionCheck
+from ds_hetero.runtime.experts.parts import ExpertParts
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.plans import Plan
@@ -43,6 +44,7 @@ class TrainedModel:
     batches: UnlikeBatches | None = None  # micro-batches that differ between ranks
     losses: UnlikeLosses | None = None  # weighs the losses of such micro-batches
     stage: StagedModel | None = None  # this rank's part of the model
+    experts: ExpertParts | None = None  # this rank's experts; None if it holds all of them
     zones: DocumentZones | None = None  # counts tokens of documents by zone; None if batches are cut by length
     elastic: ElasticState | None = None  # keeps the engine's state in memory; None in a job that is not elastic
     monitor: StepMonitor | None = None  # observes its steps; None until DeepSpeed's engine has been built

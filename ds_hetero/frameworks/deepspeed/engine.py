@@ -38,6 +38,8 @@ from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.frameworks.deepspeed.checks import checks_of_model
 from ds_hetero.frameworks.deepspeed.configuration_argument import read_same_configuration
+from ds_hetero.frameworks.deepspeed.experts.engine import EngineExperts, move_alike
+from ds_hetero.frameworks.deepspeed.experts.optimizer import ExpertOptimizer, inner_maker, take_experts_out
 from ds_hetero.frameworks.deepspeed.hook_makers import EngineHooks
 from ds_hetero.frameworks.deepspeed.hook_table import hooks_of_pipelines, hooks_of_replica
 from ds_hetero.frameworks.deepspeed.hooked_engine import HookedEngine
@@ -55,7 +57,9 @@ from ds_hetero.frameworks.deepspeed.stock_ulysses import SIZE_OF_CONFIGURATION, 
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
 from ds_hetero.frameworks.deepspeed.zero.stale_gradients import clear_stale_gradients
 from ds_hetero.job.start import World
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.graph_nodes import note_identities
+from ds_hetero.runtime.experts.parts import ExpertParts
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_checks import StepChecks
 from ds_hetero.runtime.step_clock import IDLE, running_clock
@@ -137,7 +141,11 @@ class ReplicaInstaller(Installer):
         sizes = _sp_sizes_by_source(self._registry, self._arguments, self._ds_config)
         trained = self._registry.prepare(model, self._ds_config, sizes)
         note_identities(ZERO_3_IDENTITIES)
-        initialize_result = self._build(trained, sp_size_of(sizes))
+        if trained.experts is None:
+            initialize_result = self._build(trained, sp_size_of(sizes))
+            experts = None
+        else:
+            initialize_result, experts = self._build_beside_experts(trained, trained.experts, sp_size_of(sizes))
         engine, *_ = initialize_result
         clear_stale_gradients(engine)
         report_batches_of_replicas(engine, trained.replica)
@@ -145,9 +153,44 @@ class ReplicaInstaller(Installer):
         engine.seq_parallel_group = trained.replica.sp_group
         trained.prediction_check.start()
         trained.elastic = self._keep_in_memory(engine, trained.start)
-        return self._hooked(trained, engine), initialize_result
+        return self._hooked(trained, engine, experts), initialize_result
 
-    def _hooked(self, trained: TrainedModel, engine: Any) -> ReplicaEngine:
+    def _build_beside_experts(
+        self, trained: TrainedModel, parts: ExpertParts, sp_size: int | None
+    ) -> tuple[tuple[Any, ...], EngineExperts]:
+        """Let DeepSpeed build the engine without experts that are divided among ranks; add an optimizer for these.
+
+        Raises:
+            ConfigError: on every rank: the optimizer cannot be made a second time for the experts.
+        """
+        optimizer, model_parameters = self._arguments.get("optimizer"), self._arguments.get("model_parameters")
+        has_optimizer = optimizer is not None or "optimizer" in self._ds_config
+        groups: list[tuple[int, list[str]]] = []
+        arguments = dict(self._arguments)
+
+        def take_out() -> None:
+            if not has_optimizer:
+                return
+            inner_maker(optimizer, self._ds_config)
+            if optimizer is not None:
+                _, found = take_experts_out(optimizer.param_groups, parts)
+            else:
+                given = trained.module.parameters() if model_parameters is None else model_parameters
+                arguments["model_parameters"], found = take_experts_out(list(given), parts)
+            groups.extend(found)
+
+        on_all_ranks(take_out)
+        self._arguments = arguments
+        with parts.hidden():
+            result = self._build(trained, sp_size)
+        engine, *_ = result
+        move_alike(engine, parts)
+        experts = None
+        if has_optimizer and parts.trained:
+            experts = ExpertOptimizer(engine, parts, inner_maker(optimizer, self._ds_config), groups)
+        return result, EngineExperts(engine, parts, experts)
+
+    def _hooked(self, trained: TrainedModel, engine: Any, experts: EngineExperts | None) -> ReplicaEngine:
         """Return the engine with the state of its hooks."""
         hooked = ReplicaEngine(
             engine=engine,
@@ -158,6 +201,7 @@ class ReplicaInstaller(Installer):
             scaling=scaling_of(trained),
             stage3=optimizers.stage3_checkpoints(engine),
             elastic=trained.elastic,
+            experts=experts,
         )
         if trained.batches is not None:
             trained.batches.probes.after_run = stage3.make_run_eraser(engine)
@@ -193,7 +237,7 @@ class ReplicaInstaller(Installer):
         # The docstring of this module says why DeepSpeed must see no sequence parallelism here.
         with (
             sequence_parallelism_hidden(replica_state, self._registry.patches),
-            optimizers.optimizers_in_place(config, weights, nodes),
+            optimizers.optimizers_in_place(config, weights, nodes, has_experts=trained.experts is not None),
         ):
             return self._call_stock(config, mpu=None)
 

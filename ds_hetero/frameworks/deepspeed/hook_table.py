@@ -73,6 +73,8 @@ def hooks_of_replica(hooked: ReplicaEngine) -> list[HookRow]:
         HookRow("_load_checkpoint", of(engine, raise_on_all_ranks)),
         HookRow("_load_zero_checkpoint", of(engine, load_any_layout)),
     ]
+    if hooked.experts is not None:
+        rows += hooked.experts.hooks()
     return rows if hooked.stage3 is None else rows + _hooks_of_stage3(hooked.stage3)
 
 

@@ -17,6 +17,7 @@ from ds_hetero.engine.forward_mode import sharding_is_set
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.trained.model import TrainedModel
 from ds_hetero.engine.trained.split_model import SplitModel
+from ds_hetero.frameworks.deepspeed.experts.engine import EngineExperts
 from ds_hetero.frameworks.deepspeed.hook_makers import recorded
 from ds_hetero.frameworks.deepspeed.hooked_engine import HookedEngine
 from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory
@@ -42,6 +43,7 @@ class ReplicaEngine(HookedEngine):
     prediction_check: PredictionCheck  # compares the times of steps with the prediction
     scaling: LossScaling | None  # scales the losses given to backward; None if the engine's average is right as it is
     stage3: Stage3Checkpoints | None  # saves and loads checkpoints of ZeRO-3; None for other stages
+    experts: EngineExperts | None = None  # experts that are divided among the ranks; None if every rank has all
     switches: SameSwitches | None = None  # a check that is told of forwards; None if checks are off
 
     @functools.cached_property
@@ -125,6 +127,9 @@ class ReplicaEngine(HookedEngine):
         """Replace ``save_checkpoint``: save all files or none, with the present plan and what losses have shown."""
         save_all: Function = save_whole
         losses = self.trained.losses
+        if self.experts is not None:
+            self.experts.expect_saveable()
+            save = functools.partial(self.experts.save, save)
         state = None if losses is None else losses.state_dict()
         return save_all(self.engine, save, self.monitor.changed_plan, state, *args, **kwargs)
 
@@ -139,6 +144,8 @@ class ReplicaEngine(HookedEngine):
         loaded = load(load_dir, tag, **kwargs)
         if manifest is not None and manifest.plan is not None and not only_weights:
             self.monitor.resume(manifest.plan)
+        if self.experts is not None:
+            self.experts.load(Path(load_dir, str(tag)), manifest, only_weights=only_weights)
         losses = self.trained.losses
         if manifest is not None and manifest.losses is not None and not only_weights and losses is not None:
             losses.load_state_dict(manifest.losses)

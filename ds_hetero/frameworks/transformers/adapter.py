@@ -9,12 +9,14 @@ from ds_hetero.engine.trained.split_model import SplitModel
 from ds_hetero.engine.trained.staged_model import StagedModel
 from ds_hetero.frameworks.transformers import attention, trainer
 from ds_hetero.frameworks.transformers.attention import keep_attention_function as keep_attention_function
-from ds_hetero.frameworks.transformers.model import stray_shards
+from ds_hetero.frameworks.transformers.model import placed_experts, stray_shards
 from ds_hetero.frameworks.transformers.model.facts import describe_model as describe_model
 from ds_hetero.frameworks.transformers.model.facts import read_facts_of_whole_model as read_facts_of_whole_model
 from ds_hetero.frameworks.transformers.model.facts import read_model_facts as read_model_facts
 from ds_hetero.frameworks.transformers.model.model_checks import check_quantized as check_quantized
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts as containers_of_experts
+from ds_hetero.frameworks.transformers.model.placed_experts import check_placeable as check_placeable
+from ds_hetero.frameworks.transformers.model.placed_experts import place_experts as place_experts
 from ds_hetero.frameworks.transformers.model.sharded_call import whole_results as whole_results
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check import SelfCheck
@@ -31,6 +33,7 @@ from ds_hetero.values.plans import Plan
 def install(registry: Registry) -> None:
     """Register this engine's attention, check arguments of models for shards, and replace methods of the Trainer."""
     attention.install(registry.patches)
+    placed_experts.install(registry.patches)
     stray_shards.install(registry.patches)
     trainer.install(registry)
 

@@ -52,6 +52,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "placement.mode": _refused("pipelines split batches by length", None, "stream"),
     "loss": _refused("pipelines compute the loss of the model themselves", None),
     "zero_within": _refused("the plan says which ranks own optimizer state", None),
+    "experts": _refused("stages hold the experts of their layers, or cut every one of them", None),
     "zero_partition": _refused('optimizer state follows "zero.owner_weights" of the plan', "uniform"),
     "checks.enabled": _FOLLOWED,
     "checks.compare_every": _refused(

@@ -238,10 +238,15 @@ def expect_possible(
 
 
 @contextlib.contextmanager
-def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: Nodes | None) -> Iterator[None]:
+def optimizers_in_place(
+    ds_config: DsConfig, weights: Sequence[float], nodes: Nodes | None, *, has_experts: bool = False
+) -> Iterator[None]:
     """Let an engine that is built inside the context use our optimizer for its ZeRO stage.
 
     The script's optimizer is kept exact, see `ds_hetero.frameworks.deepspeed.zero.user_optimizer`.
+
+    Args:
+        has_experts: whether experts are divided among the ranks, whose gradients count for the norm.
     """
     patches = Patches()
     training = read_training_facts(ds_config)
@@ -256,7 +261,8 @@ def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: No
     for half_class in (FP16_Optimizer, FP16_UnfusedOptimizer):
         patches.replace(half_class, "initialize_optimizer_states", around(skip_initial_step))
     is_bf16_with_fp32_sums = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
-    if training.zero_stage == 1 and not is_even(weights) and is_bf16_with_fp32_sums:
+    needs_ours = has_experts or not is_even(weights)
+    if training.zero_stage == 1 and needs_ours and is_bf16_with_fp32_sums:
         # For bf16 parameters and fp32 accumulation DeepSpeed uses BF16_Optimizer, which has equal partitions only. Its
         # optimizer for all other cases computes the same; both reduce in "communication_data_type", by default bf16.
         patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", around(_without_bf16_optimizer))

@@ -49,6 +49,8 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     def __init__(self, *args: object, weights: Sequence[float], **kwargs: object) -> None:
         self.weights = tuple(weights)
         self.layouts: list[FlatGroup] = []  # by parameter group, in the order of bit16_groups
+        # Sum of squares of gradients that another optimizer steps on, the same on every rank; None if there are none.
+        self.squares_elsewhere: Callable[[], float] | None = None
         super().__init__(*args, **kwargs)
         self._group_ids: dict[int, int] = {}  # by id() of a trained parameter
         trained = []
@@ -191,6 +193,13 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         self.setup_buckets()  # DeepSpeed does so at the first gradient, and this rank may have none
         self.reduction_order.finish()
         super().independent_gradient_partition_epilogue()
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+        """Return the norm of the model's gradient, also of gradients that another optimizer steps on."""
+        norm: Tensor = super().scaled_global_norm(norm_type)
+        if self.squares_elsewhere is None or norm < 0:  # DeepSpeed returns -1 for a norm that is not finite
+            return norm
+        return (norm.double().square() + self.squares_elsewhere()).sqrt().to(norm.dtype)
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Take DeepSpeed's step, with an all-gather that takes parts of any size."""

@@ -139,7 +139,9 @@ class _GradientRecorder:
 
 def used_parameters_of(engine: Engine) -> UsedParameters:
     """Return the check of unused parameters for an engine without pipelines, of ZeRO stage 0 to 3."""
-    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    # Experts that are divided among ranks are another optimizer's, which finds unused ones by itself.
+    named = engine.module.named_parameters()
+    trained = {name: p for name, p in named if p.requires_grad and getattr(p, "allreduce", True)}
     optimizer = engine.optimizer
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
         skip: Callable[[Set[str]], bool] = _SkippedParts(optimizer, trained).skip_in_next_step

@@ -51,7 +51,8 @@ def compared_parameters(model: nn.Module, decoder: nn.Module, comparison: int) -
         decoder: the part of the model whose parameters are compared; modules outside it run unsharded on every rank.
         comparison: number of the comparison, from 0.
     """
-    ids_of_decoder = {id(parameter) for parameter in decoder.parameters() if parameter.requires_grad}
+    # Experts that are divided among ranks are no rank's own: a whole run on every rank adds all ranks' gradients up.
+    ids_of_decoder = {id(p) for p in decoder.parameters() if p.requires_grad and getattr(p, "allreduce", True)}
     trained = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids_of_decoder}
     is_half = any(parameter.dtype.itemsize < 4 for parameter in trained.values())
     if is_half and containers_of_experts(model):

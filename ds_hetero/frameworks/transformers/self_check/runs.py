@@ -82,7 +82,8 @@ class Runs:
         Args:
             perturb: changes the embeddings; None for no change.
         """
-        with sharding(False), self._window_only():
+        # Divided experts run for all ranks at once, and every rank runs the piece now.
+        with sharding(False), comparing_forwards(), self._window_only():
             return self._record(self._whole_inputs(), self._shape, self._whole_loss, perturb)
 
     def perturbation(

@@ -1,0 +1,104 @@
+"""Shares of a layer's experts by rank, as ``"experts"`` of the section asks, and the settings that cannot go with it.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_hetero.cluster import Cluster
+from ds_hetero.cost.terms.expert_traffic import token_bytes, weight_bytes_of_experts
+from ds_hetero.decision.facts import MIXED_PRECISION_BYTES, JobFacts, TrainingFacts
+from ds_hetero.errors import ConfigError
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.section import SECTION, HeterogeneitySection
+from ds_hetero.values.splits import share
+
+_KEY = f'"{SECTION}.experts"'
+
+
+def expert_weights_of(facts: JobFacts, plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
+    """Return the weight of each rank, by which the experts of every layer are divided.
+
+    ``"by_speed"``: rates of matmuls, since the time of experts is that of their matmuls if all are chosen alike.
+    ``"by_memory"``: memory for tensors.
+
+    Args:
+        cluster: of the job; None if it is unknown.
+
+    Raises:
+        ConfigError: a list of another length, several replicas, or unknown devices.
+    """
+    wish = facts.section.experts
+    assert wish is not None
+    num_ranks = len(plan.ranks)
+    if len(plan.pipelines) > 1:
+        raise ConfigError(
+            f"{_KEY} divides the experts among the ranks of one replica, but the job has {len(plan.pipelines)} "
+            f"replicas, which would have to average them. Set the sequence-parallel size to {num_ranks}, or leave the "
+            "key out."
+        )
+    if isinstance(wish, list):
+        if len(wish) != num_ranks:
+            raise ConfigError(
+                f"{_KEY} has {len(wish)} weights, {wish}, but the job has {num_ranks} ranks. Give one per rank."
+            )
+        return tuple(wish)
+    if wish == "equal":
+        return (1.0,) * num_ranks
+    if cluster is None or cluster.num_ranks != num_ranks:
+        raise ConfigError(
+            f'{_KEY}: "{wish}" needs the devices of all {num_ranks} ranks. Set "{SECTION}.cluster" to "measure" or to '
+            "the file of this job's cluster, or give a list of weights."
+        )
+    if wish == "by_memory":
+        return tuple(device.usable_bytes for device in cluster.devices)
+    return tuple(device.peak_flops_per_s * device.efficiency.matmul for device in cluster.devices)
+
+
+def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan) -> str:
+    """Describe how the experts of a layer are divided, and which is cheaper to send: tokens, or weights under ZeRO-3.
+
+    Only the numbers of experts if the length of a sequence is unknown; only weights if the model's shape is.
+    """
+    spec = facts.model.spec
+    if spec is None or not spec.num_experts:
+        return f"experts by rank in proportion to {' : '.join(f'{weight:.4g}' for weight in weights)}"
+    experts = share(spec.num_experts, weights)
+    text = f"experts of a layer by rank: {' | '.join(map(str, experts))}"
+    length = facts.section.seq_len or facts.model.max_seq_len
+    if length is None:
+        return text
+    element_bytes = facts.model.element_bytes if facts.training.mixed_precision is None else MIXED_PRECISION_BYTES
+    samples = facts.training.micro_batch_size or 1
+    tokens = [samples * count for _, count in sorted(plan.schedules[0].tokens(length).items())]
+    sent = max(token_bytes(spec, tokens, experts, element_bytes))
+    of_weights = weight_bytes_of_experts(spec, len(experts), element_bytes)
+    return (
+        f"{text}; with {sum(tokens):,} tokens in a micro-batch, a rank sends up to {sent / 1e6:,.0f} MB of tokens per "
+        f"layer, and would send {of_weights / 1e6:,.0f} MB of experts under ZeRO-3"
+    )
+
+
+def check_experts(section: HeterogeneitySection, training: TrainingFacts, *, is_split: bool, is_elastic: bool) -> None:
+    """Check that the settings of a job can go with divided experts. Raises `ConfigError`: names the first that cannot.
+
+    Args:
+        is_split: whether sequences are split over ranks.
+    """
+    problems = {
+        "sequences are not split over the ranks. Set the sequence-parallel size to the number of ranks": not is_split,
+        "ZeRO stage 3 partitions experts already. Set stage 0, 1 or 2": training.zero_stage == 3,
+        "fp16 scales losses, which is not tried with it. Use bf16 or fp32": training.mixed_precision == "float16",
+        '16 bits without ZeRO are not tried with it. Set "zero_optimization" to stage 1 or 2': (
+            training.zero_stage == 0 and training.mixed_precision is not None
+        ),
+        'torch\'s autocast is not tried with it. Use "bf16"': training.autocast is not None,
+        'its optimizer state is not offloaded. Leave "offload_optimizer" out': training.offloads_optimizer,
+        'elastic jobs do not move experts between ranks yet. Leave "elastic" out': is_elastic,
+        're-planning is not tried with it. Leave "replan" out': section.replan.enabled,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ConfigError(f"{_KEY} is {section.experts!r}, but {problem}; or leave the key out.")

@@ -1,0 +1,369 @@
+"""A job whose experts are divided among ranks trains as one process does, with real DeepSpeed and transformers.
+
+Budget: 60 s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_hetero.errors import ConfigError, HeteroError, ModelError
+from tests.integration.tiny import (
+    ONE_GROUP_2,
+    UNEVEN_2,
+    UNEVEN_4,
+    adam,
+    batches,
+    checkpoint_activations,
+    ds_config,
+    llama,
+    mean_over_ranks,
+    train_on_one_process,
+)
+from tests.integration.trainer.test_trainer import assert_same_logs, logged, make_trainer, ranks
+from tests.support import run_deepspeed
+
+STEPS = 4
+_ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+# Family: configuration class, model class, changes.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, **_ROUTER}),
+    "qwen3 moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8, **_ROUTER},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 9,
+            "attn_implementation": "eager",
+        },
+    ),
+    "deepseek": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
+def mixture(family: str = "mixtral", **more: Any) -> Any:
+    """A tiny mixture of experts, the same on every rank."""
+    import transformers
+
+    config_class, model_class, changes = FAMILIES[family]
+    base = llama().config.to_dict()
+    shared = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: base[name] for name in (*shared, "vocab_size", "max_position_embeddings")}
+    config = getattr(transformers, config_class)(**{**sizes, "attn_implementation": "sdpa", **changes, **more})
+    torch.manual_seed(0)
+    return getattr(transformers, model_class)(config)
+
+
+def config_of(stage: int, schedule: Any, experts: Any, **more: Any) -> dict[str, Any]:
+    config = ds_config(stage, schedule, **more)
+    config["heterogeneity"]["experts"] = experts
+    return config
+
+
+def assert_same_model(engine: Any, expected: nn.Module, rtol: float = 1e-5) -> None:
+    """Every parameter that this rank has, experts' parts included, within ``rtol`` of its norm."""
+    parts = vars(engine.module)["_ds_hetero_experts"]
+    wanted = dict(expected.named_parameters())
+    assert parts.parts
+    for name, parameter in engine.module.named_parameters():
+        value = wanted[name].detach()
+        if name in parts.parts:
+            start, stop = parts.parts[name].experts.ranges[parts.rank]
+            value = value[start:stop]
+        assert parameter.shape == value.shape, name
+        error = float((parameter.detach() - value).norm() / value.norm()) if value.numel() else 0.0
+        assert error <= rtol, f"{name} is off by {error:.2e}"
+
+
+# Ranks, ZeRO stage, schedule, experts, options.
+CASES: dict[str, tuple[int, int, Any, Any, dict[str, Any]]] = {
+    "stage 0": (2, 0, UNEVEN_2, [3, 1], {}),
+    "stage 1": (2, 1, UNEVEN_2, [1, 3], {"steps_of": 2}),
+    "stage 2, a rank without experts": (2, 2, ONE_GROUP_2, [1, 0], {}),
+    "stage 0, no clipping": (2, 0, ONE_GROUP_2, "equal", {"gradient_clipping": 0.0}),
+    "stage 0, accumulation": (2, 0, UNEVEN_2, [0, 1], {"steps_of": 2}),
+    "stage 2, a rank without tokens": (4, 2, UNEVEN_4, [2, 1, 0, 1], {"steps_of": 2}),
+    "stage 1, unequal owners": (4, 1, UNEVEN_4, [0, 5, 1, 0], {"zero_partition": [1, 0, 2, 3]}),
+    "checkpointed layers": (2, 1, UNEVEN_2, [3, 1], {"checkpointing": False}),
+    "reentrant checkpoints": (2, 0, UNEVEN_2, [3, 1], {"checkpointing": True}),
+    "qwen3 moe": (2, 1, UNEVEN_2, [1, 2], {"family": "qwen3 moe"}),
+    "gpt-oss": (2, 0, UNEVEN_2, [1, 3], {"family": "gpt-oss"}),
+    "deepseek": (2, 2, {**UNEVEN_2, "num_kv_heads": 4}, [3, 1], {"family": "deepseek"}),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+def test_training_equals_one_process(case: tuple[int, int, Any, Any, dict[str, Any]]) -> None:
+    world_size, *rest = case
+    run_deepspeed(_train, world_size, *rest, nccl_rules=True)
+
+
+def _train(rank: int, stage: int, schedule: Any, experts: Any, options: dict[str, Any]) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    options = dict(options)
+    family, steps_of = options.pop("family", "mixtral"), options.pop("steps_of", 1)
+    reentrant, owners = options.pop("checkpointing", None), options.pop("zero_partition", None)
+    handle = ds_hetero.register()
+    model = mixture(family)
+    if reentrant is not None:
+        checkpoint_activations(model, reentrant)
+        model.train()
+    config = config_of(stage, schedule, experts, gradient_accumulation_steps=steps_of, **options)
+    if owners is not None:
+        config["heterogeneity"]["zero_partition"] = owners
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    whole = batches(STEPS * steps_of)
+    losses, norms = [], []
+    for batch in handle.dataloader(whole, batches="same"):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        losses.append(mean_over_ranks(loss))
+        at_boundary = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if at_boundary:
+            norms.append(engine.get_global_grad_norm())
+
+    expected = mixture(family)
+    if reentrant:  # with it, transformers loses the gradients of router losses on one process, too
+        checkpoint_activations(expected, reentrant)
+        expected.train()
+    steps = [whole[i : i + steps_of] for i in range(0, len(whole), steps_of)]
+    clip = config["gradient_clipping"] or 1e9
+    expected_losses, expected_norms = one_process(expected, steps, clip)
+    np.testing.assert_allclose(np.array(losses).reshape(-1, steps_of).mean(1), expected_losses, rtol=1e-5)
+    if stage:  # DeepSpeed keeps no norm without ZeRO
+        np.testing.assert_allclose(np.array(norms, dtype=float), expected_norms, rtol=1e-5)
+    assert_same_model(engine, expected)
+
+
+def one_process(model: nn.Module, steps: list[list[Any]], clip: float) -> tuple[list[float], list[float]]:
+    """`train_on_one_process`, with another norm to clip to."""
+    from unittest import mock
+
+    with mock.patch("tests.integration.tiny.CLIP", clip):
+        return train_on_one_process(model, steps)
+
+
+def test_checkpoints_load_under_other_shares_and_are_those_of_one_process(tmp_path: Path) -> None:
+    run_deepspeed(_save_and_load, 2, str(tmp_path))
+
+
+def _save_and_load(rank: int, folder: str) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    whole = batches(4)
+
+    def build(experts: Any, stage: int = 1) -> Any:
+        model = mixture()
+        return deepspeed.initialize(model=model, optimizer=adam(model), config=config_of(stage, UNEVEN_2, experts))[0]
+
+    def run(engine: Any, part: list[Any]) -> None:
+        for batch in handle.for_engine(engine).dataloader(part, batches="same"):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+    expected = mixture()
+    train_on_one_process(expected, [[batch] for batch in whole])
+
+    engine = build([3, 1])
+    run(engine, whole[:2])
+    engine.save_checkpoint(folder, tag="two")
+    with pytest.raises(ModelError, match="the state_dict of one rank has a part"):
+        engine.module.state_dict()
+    with handle.for_engine(engine).gathered_experts():
+        if rank == 0:
+            engine.module.save_pretrained(f"{folder}/weights")
+    torch.distributed.barrier()
+    halfway = type(expected).from_pretrained(f"{folder}/weights")
+    assert_same_model(engine, halfway, rtol=0)
+    run(engine, whole[2:])
+    assert_same_model(engine, expected)
+    engine.destroy()
+
+    for experts in ([3, 1], [1, 3], [0, 1]):
+        engine = build(experts)
+        engine.load_checkpoint(folder, tag="two")
+        assert_same_model(engine, halfway, rtol=0)
+        run(engine, whole[2:])
+        assert_same_model(engine, expected)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bf16_keeps_masters_in_fp32_and_trains_as_without_the_key(stage: int) -> None:
+    run_deepspeed(_in_bf16, 2, stage)
+
+
+def _in_bf16(rank: int, stage: int) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    options = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 2}
+    losses = []
+    for experts in (None, [3, 1]):
+        model = mixture(output_router_logits=False)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=adam(model), config=config_of(stage, UNEVEN_2, experts, **options)
+        )
+        losses.append([])
+        for batch in handle.for_engine(engine).dataloader(batches(2 * STEPS), batches="same"):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(mean_over_ranks(loss.float()))
+        if experts is not None:
+            parts = vars(model)["_ds_hetero_experts"].parts
+            assert {part.parameter.dtype for part in parts.values()} == {torch.bfloat16}
+        engine.destroy()
+    without, divided = np.array(losses)
+    assert without[-1] < without[0]
+    # Half a unit of bf16 in every weight and sum; routers send tokens that are near a tie elsewhere.
+    np.testing.assert_allclose(divided, without, rtol=5e-3)
+
+
+def test_frozen_experts_pass_gradients_on() -> None:
+    run_deepspeed(_frozen, 2)
+
+
+def _frozen(rank: int) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    def frozen() -> Any:
+        model = mixture()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+        return model
+
+    handle = ds_hetero.register()
+    model, expected = frozen(), frozen()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(2, UNEVEN_2, [1, 4]))
+    whole = batches(2)
+    for batch in handle.dataloader(whole, batches="same"):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    train_on_one_process(expected, [[batch] for batch in whole])
+    assert_same_model(engine, expected)
+
+
+# Changes of the configuration, changes of the section, error, words of its text.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[HeteroError], str]] = {
+    "ZeRO-3": ({"zero_optimization": {"stage": 3}}, {}, ConfigError, "ZeRO stage 3 partitions experts already"),
+    "fp16": ({"fp16": {"enabled": True}}, {}, ConfigError, "fp16 scales losses"),
+    "half without ZeRO": (
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        {},
+        ConfigError,
+        "16 bits without ZeRO",
+    ),
+    "re-planning": ({}, {"replan": {"enabled": True}}, ConfigError, "re-planning is not tried with it"),
+    "one weight": ({}, {"experts": [1]}, ConfigError, "has 1 weights, \\[1.0\\], but the job has 2 ranks"),
+    "no weight": ({}, {"experts": [0, 0]}, ConfigError, "and not only zeros"),
+    "another word": ({}, {"experts": "even"}, ConfigError, '"equal", "by_memory", "by_speed", or a list'),
+    "several replicas": (
+        {},
+        {
+            "schedule": {
+                "version": 1,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}],
+            }
+        },
+        ConfigError,
+        "sequences are not split|replicas",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_built_is_refused_by_name_on_every_rank(name: str) -> None:
+    assert run_deepspeed(_refused, 2, name) == [True, True]
+
+
+def _refused(rank: int, name: str) -> bool:
+    import deepspeed
+
+    import ds_hetero
+
+    changes, section, error, words = REFUSED[name]
+    ds_hetero.register()
+    model = mixture()
+    config = config_of(1, UNEVEN_2, [1, 1]) | changes
+    config["heterogeneity"] |= section
+    with pytest.raises(error, match=words):
+        deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    return True
+
+
+def test_the_trainer_trains_evaluates_and_saves_whole_experts(tmp_path: Path) -> None:
+    expected_logs, _ = one_trainer_process(str(tmp_path / "one"))
+    for logs, files in ranks(_trainer, 2, [3, 1], str(tmp_path / "two")):
+        assert_same_logs(logs, expected_logs)
+        assert files == ["model.safetensors"]
+
+
+def one_trainer_process(folder: str) -> Any:
+    """Logs of one process, and the files that it has written."""
+    return run_deepspeed(_trainer, 1, None, folder, env={"ACCELERATE_USE_CPU": "true"})[0]
+
+
+def _trainer(rank: int, experts: Any, folder: str) -> tuple[list[dict[str, float]], list[str]]:
+    import ds_hetero
+
+    ds = None
+    if experts is not None:
+        ds_hetero.register()
+        ds = config_of(1, UNEVEN_2, experts, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2)
+    options = {"num_samples": 8, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
+    options |= {"per_device_train_batch_size": 1, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    trainer = make_trainer(ds, 2, model=mixture(), output_dir=folder, **options)
+    trainer.train()
+    if experts is not None:
+        loaded = type(mixture()).from_pretrained(f"{folder}/checkpoint-4")
+        assert_same_model(trainer.model_wrapped, loaded, rtol=0)
+        with pytest.raises(ModelError, match="a forward needs every rank of the replica"):
+            trainer.model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+    return logged(trainer), sorted(path.name for path in Path(folder, "checkpoint-4").glob("*.safetensors"))

@@ -1,0 +1,98 @@
+"""Shares of experts by rank, and the settings that cannot go with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_hetero.cluster import load_cluster
+from ds_hetero.cost.terms.expert_traffic import token_bytes, weight_bytes_of_experts
+from ds_hetero.decision.decide import decide, depends_on_measuring
+from ds_hetero.decision.expert_weights import check_experts, experts_text
+from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
+from ds_hetero.errors import ConfigError
+from ds_hetero.models import load_model
+from ds_hetero.values.section import read_section
+
+LINK = {"bandwidth_gb_per_s": 300, "latency_us": 5}
+CLUSTER: dict[str, Any] = {
+    "nodes": [
+        {"name": "fast", "device": "H100-SXM-80GB", "count": 1, "link": LINK},
+        {"name": "slow", "device": "A100-SXM-40GB", "count": 1, "link": LINK},
+    ],
+    "network": {"bandwidth_gb_per_s": 25, "latency_us": 10},
+}
+SPEC = replace(load_model("llama-3.1-8b"), num_experts=8, experts_per_token=2)
+MODEL = ModelFacts(name="m", num_heads=32, num_kv_heads=8, spec=SPEC, max_seq_len=4096)
+
+
+def facts_of(**section: Any) -> JobFacts:
+    read = read_section({"schedule": "ring", **section})
+    assert read is not None
+    return JobFacts(section=read, model=MODEL, training=TrainingFacts(zero_stage=1))
+
+
+def test_shares_follow_the_devices_or_the_list() -> None:
+    fast, slow = load_cluster(CLUSTER).devices
+    by_speed = decide(facts_of(experts="by_speed", cluster=CLUSTER), 2, measured=None, on_host=False)
+    assert by_speed.expert_weights == (
+        fast.peak_flops_per_s * fast.efficiency.matmul,
+        slow.peak_flops_per_s * slow.efficiency.matmul,
+    )
+    by_memory = decide(facts_of(experts="by_memory", cluster=CLUSTER), 2, measured=None, on_host=False)
+    assert by_memory.expert_weights == (fast.usable_bytes, slow.usable_bytes)
+    for wish, weights in (("equal", (1.0, 1.0)), ([3, 0], (3, 0)), (None, None)):
+        start = decide(facts_of(experts=wish), 2, measured=None, on_host=False)
+        assert start.expert_weights == weights
+
+
+def test_the_start_says_which_is_cheaper_to_send() -> None:
+    """4,096 tokens on two equal ranks: 2,048 of 8 KiB, both ways, in both passes; experts 3 * 8 * 2 * 176 MB / 2."""
+    start = decide(facts_of(experts=[3, 1]), 2, measured=None, on_host=False)
+    text = experts_text((3, 1), facts_of(experts=[3, 1]), start.plan)
+    assert text == (
+        "experts of a layer by rank: 6 | 2; with 4,096 tokens in a micro-batch, a rank sends up to 67 MB of tokens per "
+        "layer, and would send 4,228 MB of experts under ZeRO-3"
+    )
+    unknown = replace(facts_of(experts=[3, 1]), model=replace(MODEL, spec=None))
+    assert experts_text((3, 1), unknown, start.plan) == "experts by rank in proportion to 3 : 1"
+
+
+def test_tokens_are_counted_by_hand() -> None:
+    """Tokens 6 and 2, experts 3 and 1: rank 0 sends 6 * 1/4 tokens out and 2 * 3/4 back, for 2 experts in 2 passes."""
+    model = replace(SPEC, num_experts=4, hidden_size=10)
+    assert token_bytes(model, (6, 2), (3, 1), element_bytes=2) == (2 * 2 * 3 * 20, 2 * 2 * 3 * 20)
+    assert token_bytes(model, (6, 2), (4, 0), element_bytes=2) == (2 * 2 * 2 * 20, 2 * 2 * 2 * 20)
+    # Tokens of Mixtral 8x7B's size cost as much as its weights on two equal ranks where the module's docstring says.
+    mixtral = replace(SPEC, hidden_size=4096, mlp_size=14336)
+    (sent, _) = token_bytes(mixtral, (129_024, 129_024), (4, 4), element_bytes=2)
+    assert sent == weight_bytes_of_experts(mixtral, 2, element_bytes=2)
+
+
+def test_live_ranks_are_measured_for_shares_by_speed() -> None:
+    assert depends_on_measuring(facts_of(experts="by_speed"), 2)
+    assert not depends_on_measuring(facts_of(experts="equal"), 2)
+    with pytest.raises(ConfigError, match=r'"by_memory" needs the devices of all 2 ranks'):
+        decide(facts_of(experts="by_memory"), 2, measured=None, on_host=False)
+
+
+@pytest.mark.parametrize(
+    ("training", "options", "words"),
+    [
+        ({"zero_stage": 3}, {}, "ZeRO stage 3 partitions experts already"),
+        ({"mixed_precision": "float16"}, {}, "fp16 scales losses"),
+        ({"zero_stage": 0, "mixed_precision": "bfloat16"}, {}, "16 bits without ZeRO"),
+        ({"autocast": "bfloat16"}, {}, "autocast"),
+        ({"offloads_optimizer": True}, {}, "not offloaded"),
+        ({}, {"is_split": False}, "sequences are not split"),
+        ({}, {"is_elastic": True}, "elastic jobs"),
+    ],
+)
+def test_settings_that_cannot_go_with_it_are_named(training: Any, options: Any, words: str) -> None:
+    section = facts_of(experts=[3, 1]).section
+    facts = TrainingFacts(**{"zero_stage": 1, **training})
+    check_experts(section, TrainingFacts(zero_stage=1), is_split=True, is_elastic=False)
+    with pytest.raises(ConfigError, match=f'"heterogeneity.experts" is .3.*{words}'):
+        check_experts(section, facts, **{"is_split": True, "is_elastic": False, **options})
