@@ -72,6 +72,7 @@ _TRAINER = "tests/integration/trainer/test_trainer.py::test_training_equals_one_
 _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_uneven_ranks_and_in_one_process"
 _ZERO12 = "tests/integration/zero/test_zero12.py::test_training_equals_equal_partitions"
 _ZERO3 = "tests/integration/zero/test_zero3.py::test_training_equals_that_of_equal_shards"
+_EXPERTS = "tests/integration/loops/test_experts.py::"
 _WITHIN = "tests/integration/zero/test_zero_within_nodes.py::"
 
 
@@ -621,6 +622,20 @@ _FEATURE_ROWS = (
         what="`zero_within` with ZeRO 0 to 2, offload or `elastic`",
         status="refused",
         tests=(_WITHIN + "test_what_does_not_work_is_refused_by_name_on_every_rank",),
+    ),
+    Row(
+        what="[experts divided among ranks](experts.md) (`experts`), ZeRO 0 to 2",
+        status="tested",
+        tests=(
+            _EXPERTS + "test_training_equals_one_process",
+            _EXPERTS + "test_checkpoints_load_under_other_shares_and_are_those_of_one_process",
+        ),
+        note="one replica; models of transformers' registry of experts",
+    ),
+    Row(
+        what="`experts` with ZeRO-3, replicas, fp16, offload, `elastic` or `replan`",
+        status="refused",
+        tests=(_EXPERTS + "test_what_is_not_built_is_refused_by_name_on_every_rank",),
     ),
     Row(
         what="`deepspeed.zero.Init`, `from_pretrained` under ZeRO-3",

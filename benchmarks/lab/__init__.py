@@ -5,6 +5,7 @@
     python -m benchmarks.lab growth    step time and bytes on the wire against ranks and tokens
     python -m benchmarks.lab kept      attention kept over recomputation, against computing it again
     python -m benchmarks.lab qlora     QLoRA in the planned pipeline, against device_map="balanced"
+    python -m benchmarks.lab experts   experts divided by speed, against equal numbers of experts
     python -m benchmarks.lab replan    a rank slows down in the middle of a run
     python -m benchmarks.lab.launch    any command of yours on such a cluster
 

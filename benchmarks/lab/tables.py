@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from benchmarks.lab.table_experts import ExpertsTable
 from benchmarks.lab.table_growth import GrowthTable
 from benchmarks.lab.table_kept import KeptTable
 from benchmarks.lab.table_mesh import MeshTable
@@ -37,5 +38,6 @@ TABLES: dict[str, LabTable] = {
     "growth": GrowthTable(),
     "kept": KeptTable(),
     "qlora": QloraTable(),
+    "experts": ExpertsTable(),
     "replan": ReplanTable(),
 }
