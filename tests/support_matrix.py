@@ -633,7 +633,7 @@ _FEATURE_ROWS = (
         note="one replica; models of transformers' registry of experts",
     ),
     Row(
-        what="`experts` with ZeRO-3, replicas, fp16, offload, `elastic` or `replan`",
+        what="`experts` with the Trainer, ZeRO-3, replicas, 16 bits, offload, `elastic` or `replan`",
         status="refused",
         tests=(_EXPERTS + "test_what_is_not_built_is_refused_by_name_on_every_rank",),
     ),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.cost.terms.expert_traffic import token_bytes, weight_bytes_of_experts
-from ds_hetero.decision.facts import MIXED_PRECISION_BYTES, JobFacts, TrainingFacts
+from ds_hetero.decision.facts import FP32_BYTES, JobFacts, TrainingFacts
 from ds_hetero.errors import ConfigError
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.section import SECTION, HeterogeneitySection
@@ -70,7 +70,7 @@ def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan) -> str:
     length = facts.section.seq_len or facts.model.max_seq_len
     if length is None:
         return text
-    element_bytes = facts.model.element_bytes if facts.training.mixed_precision is None else MIXED_PRECISION_BYTES
+    element_bytes = facts.model.element_bytes
     samples = facts.training.micro_batch_size or 1
     tokens = [samples * count for _, count in sorted(plan.schedules[0].tokens(length).items())]
     sent = max(token_bytes(spec, tokens, experts, element_bytes))
@@ -81,20 +81,20 @@ def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan) -> str:
     )
 
 
-def check_experts(section: HeterogeneitySection, training: TrainingFacts, *, is_split: bool, is_elastic: bool) -> None:
+def check_experts(
+    section: HeterogeneitySection, training: TrainingFacts, *, is_split: bool, is_elastic: bool, element_bytes: int
+) -> None:
     """Check that the settings of a job can go with divided experts. Raises `ConfigError`: names the first that cannot.
 
     Args:
         is_split: whether sequences are split over ranks.
+        element_bytes: of the model's parameters.
     """
+    is_half = training.mixed_precision is not None or training.autocast is not None or element_bytes < FP32_BYTES
     problems = {
         "sequences are not split over the ranks. Set the sequence-parallel size to the number of ranks": not is_split,
         "ZeRO stage 3 partitions experts already. Set stage 0, 1 or 2": training.zero_stage == 3,
-        "fp16 scales losses, which is not tried with it. Use bf16 or fp32": training.mixed_precision == "float16",
-        '16 bits without ZeRO are not tried with it. Set "zero_optimization" to stage 1 or 2': (
-            training.zero_stage == 0 and training.mixed_precision is not None
-        ),
-        'torch\'s autocast is not tried with it. Use "bf16"': training.autocast is not None,
+        "training in 16 bits was not compared with one process yet. Train in fp32": is_half,
         'its optimizer state is not offloaded. Leave "offload_optimizer" out': training.offloads_optimizer,
         'elastic jobs do not move experts between ranks yet. Leave "elastic" out': is_elastic,
         're-planning is not tried with it. Leave "replan" out': section.replan.enabled,

@@ -292,7 +292,7 @@ class Handle:
     def gathered_experts(self) -> Iterator[None]:
         """Inside the context, let rank 0's model have all experts in its ``state_dict`` and ``save_pretrained``.
 
-        Without ``"experts"`` in the section it does nothing. engine.save_checkpoint and the Trainer need no context.
+        Without ``"experts"`` in the section it does nothing. engine.save_checkpoint needs no context.
 
         Caller: every rank. Collectives: see `ds_hetero.runtime.experts.parts.ExpertParts.gathered`.
         """

@@ -370,16 +370,19 @@ def _read_facts(
     has_rank_batches = request.section.sets_batch_by_rank
     runs_whole = has_rank_batches or sp_size_of(sp_sizes) == 1
     training = read_training_facts(ds_config)
-    if request.section.experts is not None:
-        has_elastic_section = request.section.elastic is not None
-        check_experts(
-            request.section, training, is_split=not runs_whole, is_elastic=is_elastic() or has_elastic_section
-        )
-        adapter.check_placeable(model)
     if has_rank_batches or not runs_whole:
         adapter.check_quantized(model, training.zero_stage)
     read_facts = adapter.read_facts_of_whole_model if runs_whole else adapter.read_model_facts
     facts = read_facts(model)
+    if request.section.experts is not None:
+        check_experts(
+            request.section,
+            training,
+            is_split=not runs_whole,
+            is_elastic=is_elastic() or request.section.elastic is not None,
+            element_bytes=facts.element_bytes,
+        )
+        adapter.check_placeable(model)
     return JobFacts(
         section=request.section,
         model=as_whole(facts) if has_rank_batches else facts,

@@ -33,7 +33,7 @@ from ds_hetero.engine.monitoring import monitor_steps
 from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.trained.model import TrainedModel
-from ds_hetero.errors import ModelError
+from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.frameworks.deepspeed.checks import checks_of_model
@@ -138,6 +138,7 @@ class ReplicaInstaller(Installer):
         """Convert the model, then build the engine on it; see `Installer.install`."""
         model = self._arguments["model"]
         _expect_supported(model, self._ds_config)
+        _expect_whole_experts(self._registry.find_on_replica(model))
         sizes = _sp_sizes_by_source(self._registry, self._arguments, self._ds_config)
         trained = self._registry.prepare(model, self._ds_config, sizes)
         note_identities(ZERO_3_IDENTITIES)
@@ -269,6 +270,20 @@ def _expect_supported(model: object, ds_config: DsConfig) -> None:
     if isinstance(model, deepspeed.PipelineModule):
         raise ModelError("a PipelineModule cannot be split over the sequence. Give deepspeed.initialize a plain model.")
     expect_supported_keys(ds_config)
+
+
+def _expect_whole_experts(prepared: TrainedModel | None) -> None:
+    """Check that a model whose experts are divided was not prepared before. Raises `ConfigError` on every rank.
+
+    The Trainer prepares a model before it builds the engine. Its steps with divided experts were not compared with one
+    process yet.
+    """
+    if prepared is not None and prepared.experts is not None:
+        raise ConfigError(
+            f'"{SECTION}.experts" is not tried where a model is prepared before deepspeed.initialize, as under the '
+            "Trainer, or for a second engine of one model. Load the model and call deepspeed.initialize in a loop of "
+            "your own, or leave the key out."
+        )
 
 
 def _timed(stock: Function) -> Function:

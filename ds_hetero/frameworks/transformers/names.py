@@ -47,7 +47,7 @@ PRIVATE_NAMES = (
     "transformers:PreTrainedModel._from_config",
     "transformers:PreTrainedModel._init_weights",
     "transformers:PretrainedConfig._attn_implementation",
-    "transformers:PretrainedConfig._experts_implementation",
+    "transformers.configuration_utils:PretrainedConfig._experts_implementation",
     "transformers.integrations.moe:ExpertsInterface._global_mapping",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping",
     "transformers.trainer:deepspeed_load_checkpoint",

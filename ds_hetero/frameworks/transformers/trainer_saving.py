@@ -20,13 +20,10 @@ from ds_hetero.runtime.collectives import on_all_ranks
 def save_stages(
     registry: Registry, stock: Function, trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Replace ``Trainer.save_model``: write the weights of pipeline stages, or whole experts, as transformers does."""
+    """Replace ``Trainer.save_model``: write the weights of pipeline stages, in the format of transformers."""
     stage = registry.find_stage(trainer.model)
     if stage is None:
-        trained = registry.find(trainer.model)
-        experts = None if trained is None else trained.experts
-        with contextlib.nullcontext() if experts is None else experts.gathered():
-            stock(trainer, output_dir, _internal_call)
+        stock(trainer, output_dir, _internal_call)
         return
     folder = output_dir if output_dir is not None else trainer.args.output_dir
     stage.save_pretrained(folder)

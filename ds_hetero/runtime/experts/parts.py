@@ -123,7 +123,7 @@ class ExpertParts:
         if self._whole is None:
             raise ModelError(
                 f'"{SECTION}.experts" divides the experts among the ranks, so the state_dict of one rank has a part of '
-                "them. Save with engine.save_checkpoint or the Trainer, or inside `with handle.gathered_experts():`, "
+                "them. Save with engine.save_checkpoint, or inside `with handle.gathered_experts():`, "
                 "which every rank enters; rank 0 then has all experts."
             )
         for name, parameter in module._parameters.items():

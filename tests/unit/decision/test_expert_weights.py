@@ -82,9 +82,10 @@ def test_live_ranks_are_measured_for_shares_by_speed() -> None:
     ("training", "options", "words"),
     [
         ({"zero_stage": 3}, {}, "ZeRO stage 3 partitions experts already"),
-        ({"mixed_precision": "float16"}, {}, "fp16 scales losses"),
-        ({"zero_stage": 0, "mixed_precision": "bfloat16"}, {}, "16 bits without ZeRO"),
-        ({"autocast": "bfloat16"}, {}, "autocast"),
+        ({"mixed_precision": "float16"}, {}, "training in 16 bits"),
+        ({"mixed_precision": "bfloat16"}, {}, "training in 16 bits"),
+        ({"autocast": "bfloat16"}, {}, "training in 16 bits"),
+        ({}, {"element_bytes": 2}, "training in 16 bits"),
         ({"offloads_optimizer": True}, {}, "not offloaded"),
         ({}, {"is_split": False}, "sequences are not split"),
         ({}, {"is_elastic": True}, "elastic jobs"),
@@ -93,6 +94,7 @@ def test_live_ranks_are_measured_for_shares_by_speed() -> None:
 def test_settings_that_cannot_go_with_it_are_named(training: Any, options: Any, words: str) -> None:
     section = facts_of(experts=[3, 1]).section
     facts = TrainingFacts(**{"zero_stage": 1, **training})
-    check_experts(section, TrainingFacts(zero_stage=1), is_split=True, is_elastic=False)
+    options = {"is_split": True, "is_elastic": False, "element_bytes": 4, **options}
+    check_experts(section, TrainingFacts(zero_stage=1), is_split=True, is_elastic=False, element_bytes=4)
     with pytest.raises(ConfigError, match=f'"heterogeneity.experts" is .3.*{words}'):
-        check_experts(section, facts, **{"is_split": True, "is_elastic": False, **options})
+        check_experts(section, facts, **options)
