@@ -243,7 +243,7 @@ class HeterogeneitySection(BaseModel):
     def _leaves_kind_open(self) -> HeterogeneitySection:
         """Refuse keys that say which kind of job it is beside ``"parallel": "best"``, which chooses the kind."""
         if self.parallel == "best":
-            for name in ("schedule", "planner", "batch"):
+            for name in ("schedule", "planner", "batch", "experts"):
                 if name in self.model_fields_set and getattr(self, name) not in ("plan", None):
                     raise ValueError(
                         f'"parallel": "best" chooses the kind of job and its plan, but "{name}" is '
