@@ -71,6 +71,7 @@ ASKED = {
     "loss": {"loss": "local_sum"},
     "zero_partition": {"zero_partition": "memory"},
     "zero_within": {"zero_within": "node"},
+    "experts": {"experts": [1]},
     "batch": {"batch": [1]},
     "placement.mode": {"placement": "documents"},
     "checks.compare_every": {"checks": {"compare_every": 5}},
