@@ -64,7 +64,8 @@ class RingContext:
 
     def _has_all(self, num_tokens: int) -> bool:
         """Whether all tokens of the group are in its lanes."""
-        return sum(ring.tokens.stop - ring.tokens.start for ring in self.rings) == num_tokens
+        in_lanes: int = sum(ring.tokens.stop - ring.tokens.start for ring in self.rings)
+        return in_lanes == num_tokens
 
     def packs(self, q: Tensor) -> bool:
         """Whether one call of the kernel computes many blocks of queries like these."""
