@@ -20,6 +20,7 @@ import argparse
 import ast
 import functools
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -47,10 +48,85 @@ NAMES: dict[str, ModuleType] = {
 
 def names_of(package: str) -> list[str]:
     """Names of a package that this engine builds on, as ``module:attribute`` or ``module:Class.attribute``."""
-    listed = [name for names in NAMES.values() for name in (*names.PRIVATE_NAMES, *names.ATTRIBUTES)]
     of_keys = [fault.function for fault in FAULTS]
-    used = {*listed, *of_deepspeed.IN_SOME_RELEASES, *of_keys, *imported_names(), *read_attributes()}
+    used = {*listed_names(), *of_keys, *imported_names(), *read_attributes()} - {*of_torch.COMPILED}
     return sorted(name for name in used if re.match(rf"{package}[.:]", name))
+
+
+def listed_names() -> tuple[str, ...]:
+    """Names of all lists, but those of single builds."""
+    return tuple(
+        name
+        for names in NAMES.values()
+        for kind in ("PRIVATE_NAMES", "ATTRIBUTES", "IN_SOME_RELEASES", "ARGUMENTS_OF", "OF_FEATURES", "COMPILED")
+        for name in getattr(names, kind, ())
+    )
+
+
+def is_private(name: str) -> bool:
+    """Whether a part of a name begins with an underscore; ``__init__`` is public."""
+    return any(_is_underscored(part) for part in re.split("[.:]", name))
+
+
+def _is_underscored(word: str) -> bool:
+    is_special = word.startswith("__") and word.endswith("__")
+    return word.startswith("_") and word.isidentifier() and not is_special
+
+
+def private_words(package: Path) -> dict[str, list[str]]:
+    """Private attributes, imports and names in strings, in the source of a package that does not define them.
+
+    Returns:
+        By the last part of the name: the places, as ``file:line``.
+    """
+    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py")) if path.name != "names.py"}
+    own = {word for tree in trees.values() for node in ast.walk(tree) for word in _defined_words(node)}
+    found: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        of_others = _names_of_others(tree)
+        for node in ast.walk(tree):
+            for word, is_of_others in _private_words_of(node, of_others):
+                if is_of_others or word not in own:
+                    found.setdefault(word, []).append(f"{path.relative_to(package)}:{getattr(node, 'lineno', 0)}")
+    return found
+
+
+def _defined_words(node: ast.AST) -> Iterator[str]:
+    """Names that a node defines: functions, classes, variables, attributes of ``self``."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        yield node.attr
+
+
+def _names_of_others(tree: ast.Module) -> set[str]:
+    """Names that a file has from imports of other packages."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and not (node.module or "").startswith("ds_hetero"):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def _private_words_of(node: ast.AST, of_others: set[str]) -> Iterator[tuple[str, bool]]:
+    """Private words in a node, each with whether it is an attribute or an import of another package for certain."""
+    if isinstance(node, ast.Attribute) and _is_underscored(node.attr):
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        yield node.attr, isinstance(root, ast.Name) and root.id in of_others
+    elif isinstance(node, ast.ImportFrom) and not node.level and not (node.module or "").startswith("ds_hetero"):
+        for word in (*(node.module or "").split("."), *(alias.name for alias in node.names)):
+            if _is_underscored(word):
+                yield word, True
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_underscored(node.value):
+        yield node.value, False
 
 
 @functools.cache
@@ -195,6 +271,20 @@ def fetch(requirement: str, folder: Path) -> Source:
     return Source(next(path.parent for path in sorted((folder / "source").rglob(f"{package}/__init__.py"))))
 
 
+def kept_source(requirement: str) -> Source:
+    """Return the source of a release, kept in .cache/releases: a new name is looked up in all releases."""
+    folder, package = RELEASES / requirement, requirement.partition("==")[0]
+    if not folder.exists():
+        RELEASES.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as fetched:
+            shutil.copytree(fetch(requirement, Path(fetched)).folder, folder / package, ignore=_NOT_SOURCE)
+    return Source(folder / package)
+
+
+RELEASES = ROOT / ".cache" / "releases"
+_NOT_SOURCE = shutil.ignore_patterns("*.so", "*.so.*", "*.cu", "*.h", "*.cpp")
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,13 +304,21 @@ def main() -> int:
         return sum(_compare(package, record[package], release_of(package), installed(package)) for package in NAMES)
     for requirement in options.record:
         package, _, release = requirement.partition("==")
-        with tempfile.TemporaryDirectory() as folder:
-            record.setdefault(package, {})[release] = fetch(requirement, Path(folder)).surface(names_of(package))
+        record.setdefault(package, {})[release] = kept_source(requirement).surface(names_of(package))
         print(f"{requirement}: recorded", flush=True)
     for package in () if options.record else NAMES:
         record.setdefault(package, {})[release_of(package)] = installed(package).surface(names_of(package))
-    write_record(record)
+    write_record({package: _without_unused(package, releases) for package, releases in record.items()})
     return 0
+
+
+def _without_unused(package: str, releases: dict[str, Surface]) -> dict[str, Surface]:
+    """Leave out names that are no longer used."""
+    used = {*names_of(package)}
+    return {
+        release: {name: state for name, state in surface.items() if name in used}
+        for release, surface in releases.items()
+    }
 
 
 def release_of(package: str) -> str:

@@ -24,6 +24,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,7 +163,8 @@ def start_server(modules: Sequence[str], *, deepspeed: bool) -> None:
     if deepspeed:
         os.environ.update(_deepspeed_env())
         _preload.append("tests.preload_deepspeed")
-        if not Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm", "deepspeed_shm_comm.so").exists():
+        extension = Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm", "deepspeed_shm_comm.so")
+        if shutil.which(os.environ.get("CXX", "c++")) and not extension.exists():
             print("compiling DeepSpeed's shared-memory extension, once, for a minute or two", file=sys.__stderr__)
             build = subprocess.run([sys.executable, "-m", "tests.preload_deepspeed"], cwd=ROOT, capture_output=True)
             assert build.returncode == 0, build.stderr.decode()

@@ -16,6 +16,9 @@ from ds_hetero.common.name_rows import NameRow, is_in, row_of
 from ds_hetero.common.reading import shortened
 from ds_hetero.runtime.data.shards import Batch
 
+CACHES = ("past_key_values", "cache")
+"""Names of keys and values of former calls: that up to transformers 5.23, and that from 5.24 on."""
+
 OF_RESULTS = ("logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states", "return_dict")
 """Arguments that set what is returned, or the divisor of the loss, but not what is computed from tokens."""
 
@@ -100,8 +103,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     "fused_lm_head": _exact("TRL's trainers use it to ask for their own outputs", in_pipelines=True),
     # Keys and values of former calls.
     "use_cache": _ignored("training keeps no keys and values; handle.sharded() keeps them", in_pipelines=True),
-    "past_key_values": _exact(
-        "a forward with it takes whole batches, as in generate; inside handle.sharded() it takes shards"
+    **dict.fromkeys(
+        CACHES,
+        _exact("a forward with it takes whole batches, as in generate; inside handle.sharded() it takes shards"),
     ),
     "cache_position": _refused("places of tokens are read from position_ids; leave it out"),
     # Attention.
@@ -129,6 +133,11 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
 }
 """Rows by name of the argument; a ``*`` stands for any ending of names that have no other row."""
+
+
+def cache_of(arguments: Mapping[str, object]) -> object | None:
+    """Return the keys and values of former calls that a forward gets; None if it gets none."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def refusals(

@@ -29,6 +29,7 @@ class Source:
 
     folder: Path  # of the package, such as site-packages/deepspeed
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
+    _owners: dict[tuple[str, str], Definition | None] = field(default_factory=dict)  # by module and name in it
 
     @cached_property
     def package(self) -> str:
@@ -41,7 +42,10 @@ class Source:
 
     def _state(self, name: str) -> str:
         module, _, attributes = name.partition(":")
-        place: Definition | None = self._in_module(module, attributes.partition(".")[0])
+        owner = (module, attributes.partition(".")[0])
+        if owner not in self._owners:  # finding transformers' Trainer takes a walk over the files of all its models
+            self._owners[owner] = self._in_module(*owner)
+        place = self._owners[owner]
         for attribute in attributes.split(".")[1:]:
             if place and isinstance(place.node, ast.Pass):
                 place = self._in_module(place.module, attribute)
@@ -60,19 +64,28 @@ class Source:
         return self._trees[module]
 
     def _in_module(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Definition | None:
-        """Where a module, or the module that it imports the name from, defines it; its last definition counts."""
+        """Where a module, or the module that it imports the name from, defines it; its last definition counts.
+
+        Star imports are followed last: that of all models in transformers takes half a minute.
+        """
         tree = self._tree(module)
         if tree is None or (module, name) in seen:
             return None
         seen |= {(module, name)}
         found = None
+        stars: list[str] = []
         for node in _statements(tree.body):
             if name in _defined_names(node):
                 found = Definition(module, node)
+            elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                stars.append(_absolute(module, node, is_package=self._is_package(module)))
             elif isinstance(node, ast.ImportFrom):
                 found = self._imported(module, node, name, seen) or found
         if (found is None or isinstance(found.node, ast.ImportFrom)) and self._tree(f"{module}.{name}"):
             found = Definition(f"{module}.{name}", ast.Pass())
+        for source in reversed(stars):
+            if found is None and source.partition(".")[0] == self.package:
+                found = self._in_module(source, name, seen)
         return found
 
     def _imported(
@@ -81,8 +94,6 @@ class Source:
         """Where an import statement of a module gets the name from; None if it imports other names."""
         source = _absolute(module, node, is_package=self._is_package(module))
         for alias in node.names:
-            if alias.name == "*" and source.partition(".")[0] == self.package:
-                return self._in_module(source, name, seen)
             if (alias.asname or alias.name) == name:
                 is_own = source.partition(".")[0] == self.package
                 # Of another package, or of a compiled module: there is no source to look at.

@@ -77,7 +77,7 @@ def expect_package(package: str, works: str, names: Iterable[str]) -> tuple[str,
         names: private names, as ``"module:attribute"`` or ``"module:Class.attribute"``.
 
     Returns:
-        Names that are not as in any release that was tried, if this one is newer; see `expect_known_surface`.
+        Names that are not as in any release that was tried, if this one was not; see `expect_known_surface`.
 
     Raises:
         VersionError: it is another version, names are missing, or a version that was not tried has other signatures.
@@ -90,9 +90,11 @@ def expect_package(package: str, works: str, names: Iterable[str]) -> tuple[str,
             f"{package} {version(package)} does not have {', '.join(missing)}, which ds_hetero uses. "
             f"Install {package}{works}."
         )
-    if any(each.is_tested for each in installed_packages([package])):
+    known = installed_packages([package])
+    if any(each.is_tested for each in known):
         return ()
-    return expect_known_surface(package, Version(version(package)).public)
+    tested = known[0].tested if known else ""
+    return expect_known_surface(package, Version(version(package)).public, tested=tested)
 
 
 def _exists(name: str) -> bool:

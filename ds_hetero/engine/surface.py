@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_hetero.engine.framework_source import Source, Surface, accepts_calls_of, installed, signature_of
@@ -50,7 +51,7 @@ def nearest_release(record: Mapping[str, Surface], release: str) -> str:
     return max((each for each in known if Version(each) <= Version(release)), key=Version, default=known[0])
 
 
-def expect_known_surface(package: str, release: str, source: Source | None = None) -> tuple[str, ...]:
+def expect_known_surface(package: str, release: str, source: Source | None = None, tested: str = "") -> tuple[str, ...]:
     """Check that a release which is newer than all on record takes every call that ds_hetero makes.
 
     What ds_hetero calls, every release on record takes. So a new signature is enough if it takes all calls that the
@@ -60,9 +61,11 @@ def expect_known_surface(package: str, release: str, source: Source | None = Non
         package: such as ``deepspeed``.
         release: without its build, such as ``0.19.9``.
         source: its source; None: what is installed.
+        tested: releases that were tried, such as ``<5.24``. One on record that was not is compared with them.
 
     Returns:
-        Names that are not as in any release on record: their bodies differ, or they take more arguments.
+        Names that are not as in any release on record, or of an older release, in any that was tried: their bodies
+        differ, or they take more arguments.
 
     Raises:
         VersionError: names are missing, are of another kind, or have signatures that do not take the same calls.
@@ -70,7 +73,7 @@ def expect_known_surface(package: str, release: str, source: Source | None = Non
     record = read_record()[package]
     newest = max(record, key=Version)
     if Version(release) <= Version(newest):
-        return ()
+        return _unlike_tested(record, release, SpecifierSet(tested))
     now = (source or installed(package)).surface(record[newest])
     changed, unlike = [], []
     for name, state in now.items():
@@ -88,6 +91,13 @@ def expect_known_surface(package: str, release: str, source: Source | None = Non
             f"Install {package}=={newest}."
         )
     return tuple(changed)
+
+
+def _unlike_tested(record: Mapping[str, Surface], release: str, tested: SpecifierSet) -> tuple[str, ...]:
+    """Return the names of a release on record that are in no release that was tried as they are in it."""
+    tried = [surface for known, surface in record.items() if tested.contains(known)]
+    surface = record.get(release, {})
+    return tuple(name for name, state in surface.items() if state not in [known.get(name) for known in tried])
 
 
 def _takes_calls_of(old: str, new: str) -> bool:

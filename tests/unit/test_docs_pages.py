@@ -20,6 +20,7 @@ from ds_hetero.values.section import (
     PlacementSection,
     ReplanSection,
 )
+from tests import matrix
 from tests.decision_pages import PAGES as DECISION_PAGES
 from tests.markdown import PAGES
 from tests.support import ROOT
@@ -138,6 +139,18 @@ def test_the_table_of_what_works_is_that_of_the_tests(page):
 @pytest.mark.parametrize("page", DECISION_PAGES, ids=lambda page: f"{page.name}s")
 def test_a_page_of_decisions_holds_the_table_that_decides(page):
     assert page.path.read_text() == page.with_tables(), "run python -m tests.decision_pages"
+
+
+def test_the_table_of_releases_is_that_of_the_results():
+    text = matrix.PAGE.read_text()
+    assert text == matrix.with_table(text, matrix.read_results()), "run .ci/matrix --write"
+    assert not [name for name, result in matrix.read_results().items() if result["failed"]]
+
+
+def test_tests_of_the_matrix_exist():
+    for test in matrix.SUITE:
+        path, function = test.partition("[")[0].split("::")
+        assert f"def {function}(" in (ROOT / path).read_text(), test
 
 
 def test_a_row_of_what_works_has_a_status_and_a_test_where_it_is_tested():

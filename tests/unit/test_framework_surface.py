@@ -14,7 +14,17 @@ from packaging.version import Version
 from ds_hetero.engine.framework_source import ABSENT, Source, accepts_calls_of, differences, installed
 from ds_hetero.engine.surface import expect_known_surface, nearest_release, read_record
 from ds_hetero.errors import VersionError
-from tests.framework_surface import NAMES, TESTS, names_of, release_of, stand_for
+from tests.framework_surface import (
+    NAMES,
+    TESTS,
+    is_private,
+    listed_names,
+    names_of,
+    of_torch,
+    private_words,
+    release_of,
+    stand_for,
+)
 from tests.support import ROOT
 
 FILES = {
@@ -128,7 +138,7 @@ def test_what_is_installed_is_what_was_recorded(package: str) -> None:
 @pytest.mark.parametrize("package", NAMES)
 def test_releases_that_are_admitted_have_every_name(package: str) -> None:
     names = NAMES[package]
-    listed = {name for name in names.PRIVATE_NAMES if name.startswith(package)}
+    listed = {name for name in names.PRIVATE_NAMES if re.match(rf"{package}[.:]", name)}
     for release, surface in read_record()[package].items():
         if Version(release) in SpecifierSet(names.WORKS):
             assert [name for name in listed if surface.get(name, ABSENT) == ABSENT] == [], release
@@ -171,6 +181,14 @@ def test_a_release_that_nobody_tried_is_refused_by_what_changed(tmp_path: Path) 
             changed(to)
 
 
+def test_a_release_on_record_that_was_not_tried_is_announced_by_what_changed() -> None:
+    """transformers 5.24 calls ``past_key_values`` ``cache``."""
+    changed = expect_known_surface("transformers", "5.24.0", tested=">=5.6,<5.24")
+    assert "transformers.masking_utils:create_causal_mask" in changed
+    assert "transformers.models.llama.modeling_llama:LlamaModel.forward" in changed
+    assert expect_known_surface("transformers", "5.24.0", tested=">=5.6,<5.25") == ()
+
+
 def test_the_nearest_release_is_the_newest_that_is_not_newer() -> None:
     record: dict[str, dict[str, str]] = {"0.18.9": {}, "0.19.10": {}, "0.19.2": {}}
     nearest = {
@@ -186,3 +204,49 @@ def test_tests_that_stand_for_names_exist() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
     for package in NAMES:
         assert all(map(stand_for, names_of(package)))
+
+
+MAX_PRIVATE = 120
+OF_PYTHON = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe"}  # documented, with their underscores
+OF_OTHERS = {
+    *("_run_exitfuncs", "_shutdown"),  # of Python: `ds_hetero.elastic.node.rendezvous.PRIVATE_NAMES`
+    *(f"_flash_attn_{name}" for name in ("backward", "forward", "varlen_backward", "varlen_forward")),
+    "_distributed",  # of datasets: `ds_hetero.engine.known_loaders`
+}
+ENDS_OF_WORDS = {"_RatioBackward", "_in_forward", "_into_tensor", "_s", "_single"}  # strings that name nothing private
+# torch's notes on autograd document these attributes of nodes: https://docs.pytorch.org/docs/stable/notes/autograd.html
+SAVED = ("_saved_", "_raw_saved_")
+
+
+def test_every_private_name_in_the_source_is_listed() -> None:
+    assert _unlisted(ROOT / "ds_hetero") == {}
+
+
+def test_a_private_name_that_is_not_listed_is_found(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(
+        "import torch\nfrom torch._inductor import config\n\n\n"
+        "def step(engine, _own=0):\n"
+        "    engine._step_applied = torch._running_mean(getattr(engine, '_gas'), engine._own)\n"
+    )
+    line = ["planted.py:6"]
+    assert _unlisted(tmp_path) == {
+        "_gas": line, "_inductor": ["planted.py:2"], "_running_mean": line, "_step_applied": line
+    }  # fmt: skip
+
+
+def _unlisted(package: Path) -> dict[str, list[str]]:
+    listed = {part for name in (*listed_names(), *of_torch.IN_SOME_BUILDS) for part in re.split("[.:]", name)}
+    mangled = tuple(part for part in listed if part.startswith("__") and not part.endswith("__"))
+    known = listed | OF_PYTHON | OF_OTHERS | ENDS_OF_WORDS
+    return {
+        word: places
+        for word, places in private_words(package).items()
+        if word not in known
+        and not word.startswith((*SAVED, "_ds_hetero_", "_parallel_"))
+        and not word.endswith(mangled)
+    }
+
+
+def test_private_names_are_few() -> None:
+    private = {name for name in listed_names() if is_private(name)}
+    assert len(private) <= MAX_PRIVATE, len(private)

@@ -56,13 +56,11 @@ logger = logging.getLogger(__name__)
 AGENT_BACKEND = "ds_hetero_agent"  # the backend that `agent` registers, whether or not entry points are installed
 ENDED_WELL = "the job has ended well"
 PRIVATE_NAMES = (
-    # Reads TORCH_ELASTIC_WORKER_IDENTICAL, without which agents exchange their numbers of workers through the store.
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._assign_worker_ranks",
     # Called at the end of a forked worker, see `fork_server`.
     "threading:_shutdown",
     "atexit:_run_exitfuncs",
 )
-"""Private names that this module builds on; checked in the tests."""
+"""Private names of Python that this module builds on; checked in the tests."""
 
 # Times are chosen, never measured.
 _NEXT_NODE_SERVER_S = 3.0  # how long a node server that cannot be reached is tried before the next one

@@ -97,7 +97,7 @@ def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[s
         `ds_hetero.frameworks.deepspeed.zero.equal_shards`.
     """
     engine_type = type(engine)  # its methods are DeepSpeed's own, without the hooks for checkpoints in files
-    if engine._optimizer_has_ckpt_event_prologue():
+    if hasattr(engine.optimizer, "checkpoint_event_prologue"):
         engine.optimizer.checkpoint_event_prologue()
     try:
         for name in _SCRIPT_ENTRIES:
@@ -111,7 +111,7 @@ def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[s
     finally:
         for name in _SCRIPT_ENTRIES:
             delattr(engine, name)
-        if engine._optimizer_has_ckpt_event_epilogue():
+        if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()
 
 

@@ -42,8 +42,6 @@ _ENGINE = (
     "_get_zero_param_shapes",
     "_load_checkpoint",
     "_load_zero_checkpoint",
-    "_optimizer_has_ckpt_event_epilogue",
-    "_optimizer_has_ckpt_event_prologue",
     "_save_checkpoint",
     "_save_zero_checkpoint",
     "_take_model_step",
@@ -62,6 +60,7 @@ _ENGINE = (
     "zero_optimization_partition_weights",
 )
 _STAGES_1_AND_2 = (
+    "_fill_param_grad_accum_attribute",
     "_get_offload_gradient_dict",
     "_has_inf_or_nan",
     "_lazy_init_hp_params_optimizer_state",
@@ -69,7 +68,6 @@ _STAGES_1_AND_2 = (
     "_load_global_state",
     "_load_universal_checkpoint",
     "_optimizer_step",
-    "_restore_from_bit16_weights",
     "flatten_dense_tensors_aligned",
     "get_data_parallel_partitions",
     "get_grad_position",
@@ -83,6 +81,7 @@ _STAGES_1_AND_2 = (
     "reduce_independent_p_g_buckets_and_remove_grads",
     "scaled_global_norm",
     "setup_buckets",
+    "refresh_fp32_params",
     "update_lp_params",
 )
 _STAGE_3 = (
@@ -158,6 +157,8 @@ IN_SOME_RELEASES = (
     "deepspeed.runtime.base_optimizer:ZeROOptimizer.clear_backward_seen_flag",  # called where the former is true
     f"{STAGE_3}.{HAND_OVER}",
     f"{STAGE_3}.{OWN_GROUPS}",
+    f"{STAGE_3}._offload_boundary_param_ids",  # not before 0.19.5, as the next
+    f"{STAGE_3}._swap_out_offload_fp32_gradients",
 )
 """Private names that are used where a release has them."""
 

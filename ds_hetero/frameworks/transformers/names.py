@@ -62,6 +62,24 @@ ATTRIBUTES = (
     "transformers.configuration_utils:PretrainedConfig._experts_implementation_internal",
     "transformers.modeling_utils:PreTrainedModel._gradient_checkpointing_func",
     "transformers.modeling_utils:PreTrainedModel._is_hf_initialized",
-    "trl.trainer.sft_trainer:SFTTrainer._metrics",  # restored after a probe of the loss
+    *(
+        f"transformers:Trainer.{name}"
+        for name in (
+            *("_globalstep_last_logged", "_initial_global_step"),
+            *("_total_loss_scalar", "_tr_loss"),
+        )
+    ),
 )
 """Private attributes that objects get at run time, with the class whose source sets them; tests check these sources."""
+
+IN_SOME_RELEASES = ("transformers:Trainer._loss_shifts_labels",)
+"""Private names that are used where a release has them."""
+
+ARGUMENTS_OF = (
+    "transformers.generation.utils:GenerationMixin.prepare_inputs_for_generation",
+    "transformers.masking_utils:create_causal_mask",
+    "transformers.masking_utils:create_sliding_window_causal_mask",
+    "transformers.models.llama.modeling_llama:LlamaForCausalLM.forward",
+    "transformers.models.llama.modeling_llama:LlamaModel.forward",
+)
+"""Functions whose arguments are read by name where models are called: ``past_key_values`` was renamed in 5.24."""

@@ -298,9 +298,13 @@ def _missing_names(rank: int) -> list[str]:
 
     attributes: list[str] = []
     for names in (of_torch, of_accelerate, of_deepspeed, of_transformers, of_trl):
-        expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
+        expect_package(names.PACKAGE, names.WORKS, (*names.PRIVATE_NAMES, *_of_features(names)))
         attributes += names.ATTRIBUTES
     return [path for path in attributes if path.rpartition(".")[2] not in inspect.getsource(_owner(path))]
+
+
+def _of_features(names: Any) -> tuple[str, ...]:
+    return (*getattr(names, "OF_FEATURES", ()), *getattr(names, "COMPILED", ()))
 
 
 def _owner(path: str) -> Any:

@@ -253,7 +253,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             for current, group in zip(self.single_partition_of_fp32_groups, groups, strict=True):
                 current.data.copy_(group.fp32)
         else:
-            self._restore_from_bit16_weights()
+            self.refresh_fp32_params()
         self._link_all_hp_params()
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from ds_hetero.engine.arguments import cache_of
 from ds_hetero.engine.evaluation import cannot_be_split
 from ds_hetero.engine.forward_mode import ON_REQUEST, ShardedForward, Wanted, sharding_is_set, wanted_results
 from ds_hetero.engine.patching import Function
@@ -185,7 +186,7 @@ class ForwardWrapper:
             return None
         arguments = self._arguments_by_name(args, kwargs)
         wanted = self._wanted_of(arguments)
-        has_cache = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
+        has_cache = cache_of(kwargs) is not None and sharding_is_set() is not True
         if wanted is not None or (self._model.takes_shards and not has_cache):
             expect_arguments(self._model, arguments, in_call=wanted is not None)
         return None if self._cuts_at_decoder else wanted
@@ -245,7 +246,7 @@ class ForwardWrapper:
 
     def _wanted_of(self, arguments: Batch) -> Wanted | None:
         """Return the results that the caller requests if this forward is a sharded call; else None."""
-        if arguments.get("past_key_values") is not None:  # a step of a generation
+        if cache_of(arguments) is not None:  # a step of a generation
             return None
         wanted = wanted_results()
         if wanted is None and self._model.evaluation.takes_forwards:

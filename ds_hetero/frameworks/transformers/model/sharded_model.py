@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_hetero.engine.arguments import cache_of
 from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
 from ds_hetero.engine.trained.batch_placement import BatchPlacement
 from ds_hetero.engine.trained.sequence_losses import SequenceLosses
@@ -355,7 +356,7 @@ class ShardedModel:
             return False
         is_forced = sharding_is_set() is True
         is_in_outer_model = self._decoder_sharder is not None and self._decoder_sharder.is_in_forward
-        has_cache = kwargs.get("past_key_values") is not None and not (is_forced or is_in_outer_model)
+        has_cache = cache_of(kwargs) is not None and not (is_forced or is_in_outer_model)
         is_loaders_batch = shard_info(kwargs.get("position_ids")) is not None or is_shard(*_inputs_of(kwargs))
         is_scripts_batch = not self.is_split and not is_loaders_batch
         return not self._takes_shards(decoder) or has_cache or is_scripts_batch
@@ -385,7 +386,7 @@ class ShardedModel:
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         is_forced = sharding_is_set() is True
-        keeps_cache = kwargs.get("past_key_values") is not None or (is_forced and kwargs.get("use_cache"))
+        keeps_cache = cache_of(kwargs) is not None or (is_forced and kwargs.get("use_cache"))
         if "use_cache" in self._parameters and not keeps_cache:
             kwargs["use_cache"] = False  # training has no use for a cache; handle.sharded() makes one on request
         if forward.is_placeholder:
@@ -420,7 +421,7 @@ class ShardedModel:
                 f"{type(self.pretrained).__name__} puts images or sounds before its text decoder, and sharded calls "
                 "cannot cut those. Train it with batches of handle.dataloader, or call it inside handle.unsharded()."
             )
-        is_generating = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
+        is_generating = cache_of(kwargs) is not None and sharding_is_set() is not True
         if self._takes_shards(self._decoder) and not is_generating:
             return (), self._decoder_sharder.begin_forward(args, kwargs)
         expect_no_shard(type(self.pretrained).__name__, *args, *kwargs.values())

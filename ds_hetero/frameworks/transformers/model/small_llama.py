@@ -39,7 +39,7 @@ def llama_of(
 
 def llama(content: JsonObject) -> nn.Module:
     """Return a Llama by the content of a config.json; its weights are the same in every process."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**content)
     with torch.random.fork_rng(devices=[]):

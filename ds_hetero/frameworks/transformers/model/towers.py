@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ds_hetero.engine.arguments import CACHES
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.data.shard_info import ShardInfo, shard_info
@@ -172,7 +173,7 @@ class DecoderSharder:
         mask_of = {features: kwargs.get(mask) for mask, features in _ADDED_FEATURES.items()}
         selected: Entries = {}
         for name, value in kwargs.items():
-            if name == "past_key_values":
+            if name in CACHES:
                 selected[name] = None  # an empty cache, which some outer models create
             elif name in _ALREADY_SHARDED:
                 selected[name] = value

@@ -1,0 +1,255 @@
+"""Train with other releases of Python, torch and the frameworks, and write what came of it into docs/frameworks.md.
+
+    .ci/matrix                              # every row, and the table
+    .ci/matrix deepspeed-0.18.4 newest      # some rows; the results of the others stay as they are
+    .ci/matrix --list                       # the rows
+    .ci/matrix --write                      # the table alone, from tests/matrix.json
+
+A row is an environment of its own, made by ``python -m venv`` in .cache/matrix and kept, and a suite that stands for
+all tests: sequence parallelism, weighted ZeRO 1 to 3, a pipeline, checkpoints, the Trainer, TRL, accelerate, own loops.
+Interpreters are looked up as ``python3.12``. The installer is uv if the path has one, which shares files between
+environments, and pip otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from tests.support import ROOT
+
+RESULTS = Path(__file__).with_name("matrix.json")
+PAGE = ROOT / "docs" / "frameworks.md"
+FOLDER = ROOT / ".cache" / "matrix"
+_TIMEOUT_S = 1200  # of a row; it takes one to three minutes on two idle cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Releases of one environment; the defaults are the newest that ds_hetero admits and CI runs all tests with."""
+
+    python: str = "3.11"
+    torch: str = "2.13.0"
+    deepspeed: str = "0.19.8"
+    transformers: str = "5.23.0"
+    accelerate: str = "1.15.0"
+    trl: str = "1.16.0"
+    peft: str = "0.21.2"
+
+    def requirements(self) -> list[str]:
+        """What the environment is made of, beside what these require."""
+        pins = [f"{name}=={release}" for name, release in vars(self).items() if name != "python"]
+        return [*pins, *_FOR_TESTS]
+
+
+_FOR_TESTS = ("datasets", "hypothesis", "pytest>=8.3", "pytest-timeout", "scipy", "setuptools", "torchdata", "wheel")
+
+_DEEPSPEED = ("0.18.4", "0.18.6", "0.18.8", "0.18.9", "0.19.0", "0.19.2", "0.19.4", "0.19.5", "0.19.7")
+_TORCH = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.14.1", "2.15.0")
+_TRANSFORMERS = ("5.6.0", "5.14.1", "5.20.2", "5.24.0")
+_OF_PYTHON_3_10 = {"python": "3.10", "trl": "1.14.2"}  # newer releases of TRL, and of transformers than 5.20, need 3.11
+ROWS: dict[str, Row] = {
+    "newest": Row(),
+    "oldest": Row(
+        torch="2.9.1", deepspeed="0.18.4", transformers="5.6.0", accelerate="1.12.0", peft="0.19.1", **_OF_PYTHON_3_10
+    ),
+    **{f"deepspeed-{release}": Row(deepspeed=release) for release in _DEEPSPEED},
+    **{f"torch-{release}": Row(torch=release) for release in _TORCH},
+    **{f"transformers-{release}": Row(transformers=release) for release in _TRANSFORMERS},
+    "python-3.10": Row(transformers="5.20.2", **_OF_PYTHON_3_10),
+    "python-3.12": Row(python="3.12"),
+    "python-3.13": Row(python="3.13"),
+}
+
+SUITE = tuple(
+    f"tests/integration/{test}"
+    for test in (
+        "loops/test_plain_loop.py::test_training_equals_one_process[stage 0, 2 ranks]",
+        "loops/test_plain_loop.py::test_training_equals_one_process[stage 2, one group, all-reduce]",
+        "loops/test_plain_loop.py::test_training_equals_one_process[stage 3, 2 ranks, all-reduce]",
+        "models/test_features.py::test_lora_adapters_train_as_on_one_process",
+        "models/test_features.py::test_bf16_trains_as_on_one_process",
+        "models/test_features.py::test_checkpoint_resumes_under_another_schedule",
+        "zero/test_zero12.py::test_training_equals_equal_partitions[stage 2, accumulation]",
+        "zero/test_zero12.py::test_training_equals_equal_partitions[offload, weights of zero]",
+        "zero/test_zero12.py::test_training_equals_equal_partitions[bf16, summed in fp32, stage 1]",
+        "zero/test_zero12_checkpoints.py::test_universal_checkpoints_go_to_stock_and_back",
+        "zero/test_zero3.py::test_training_equals_that_of_equal_shards[offload]",
+        "zero/test_zero3.py::test_training_equals_that_of_equal_shards[sequential]",
+        "zero/test_rare_parameters.py::test_with_accumulation_and_checkpointed_layers",
+        "pipelines/test_pipelines.py::test_unequal_stages_train_as_one_process[tensor at both ends]",
+        "trainer/test_trainer.py::test_training_equals_one_process[one replica, stage 2]",
+        "trainer/test_trainer.py::test_resume_under_another_schedule",
+        "trainer/test_trainer.py::test_trl_trains_packed_documents_as_one_process",
+        "trainer/test_accelerate.py::test_loop_on_two_ranks_equals_one_process[stage 1, documented loss]",
+    )
+)
+"""Every test trains or resumes on two to five CPU ranks and compares the outcome with one process."""
+
+
+def run_row(name: str, row: Row) -> dict[str, Any]:
+    """Make the environment of a row if it does not exist, run `SUITE` in it, and return what came of it."""
+    folder = FOLDER / name
+    python = folder / "bin" / "python"
+    started = time.monotonic()
+    make_environment(folder, row.python, row.requirements())
+    installed_s, started = time.monotonic() - started, time.monotonic()
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    with (folder / "output.txt").open("w") as output:
+        subprocess.run(
+            [python, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", f"--junitxml={report}", *_IGNORED, *SUITE],
+            cwd=ROOT, env=_environment(), stdout=output, stderr=output, timeout=_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    assert report.exists(), f"pytest did not end: {folder / 'output.txt'}"
+    result = {**vars(row), **outcome(report), "seconds": round(time.monotonic() - started)}
+    print(f"{name}: {_summary(result)}, installed in {installed_s:.0f} s", flush=True)
+    return result
+
+
+# These two come from DeepSpeed, which compiles something on import in some releases, where torch or Python warn.
+_IGNORED = ("-W", "ignore:`torch.jit:DeprecationWarning", "-W", "ignore::SyntaxWarning")
+
+
+def _environment() -> dict[str, str]:
+    """Without a compiler, DeepSpeed leaves out its shared-memory extension, which takes a minute to compile in each."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**kept, "PYTHONPATH": str(ROOT), "CXX": "none", "OMP_NUM_THREADS": "1"}
+
+
+def make_environment(folder: Path, python: str, requirements: list[str], *options: str) -> None:
+    """Make an environment with ds_hetero and the requirements, unless the folder holds one of the same.
+
+    Args:
+        folder: of the environment.
+        python: such as ``3.12``.
+        requirements: as the installer takes them.
+        options: of the installer.
+
+    Raises:
+        subprocess.CalledProcessError: something cannot be installed.
+    """
+    digest = hashlib.sha256("\n".join([python, *requirements, *options]).encode()).hexdigest()
+    mark = folder / "installed"
+    if mark.exists() and mark.read_text() == digest:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    interpreter = shutil.which(f"python{python}")
+    assert interpreter, f"python{python} is not on the path"
+    subprocess.run([interpreter, "-m", "venv", folder], check=True)
+    uv = shutil.which("uv")
+    own = folder / "bin" / "python"
+    install = [uv, "pip", "install", "--quiet", "--python", own] if uv else [own, "-m", "pip", "-qq", "install"]
+    subprocess.run([*install, *options, *requirements, "--editable", ROOT], check=True)
+    mark.write_text(digest)
+
+
+def outcome(report: Path) -> dict[str, Any]:
+    """Read pytest's report: how many tests passed, and which failed or were refused by name."""
+    counts: dict[str, Any] = {"passed": 0, "refused": [], "failed": [], "skipped": []}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = str(case.get("name"))
+        skipped, failed = case.find("skipped"), [each for each in case if each.tag in ("failure", "error")]
+        if failed:
+            text = f"{failed[0].get('message')}"
+            counts["failed"].append(f"{name}: {_last_line(text)}")
+        elif skipped is not None:
+            text = str(skipped.get("message"))
+            counts["refused" if text.startswith("refused by name") else "skipped"].append(f"{name}: {_last_line(text)}")
+        else:
+            counts["passed"] += 1
+    return counts
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    lists = ", ".join(f"{len(result[kind])} {kind}" for kind in ("refused", "skipped", "failed"))
+    return f"{result['passed']} passed, {lists}, {result['seconds']} s"
+
+
+def render(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table with a line for each row that ran."""
+    newest = Row()
+    lines = ["| releases | passed | refused | failed | seconds |", "|---|---|---|---|---|"]
+    for name in ROWS:
+        if name not in results:
+            continue
+        result = results[name]
+        differing = [f"{_SHOWN[part]} {result[part]}" for part in vars(newest) if result[part] != vars(newest)[part]]
+        cells = [result["passed"], *(len(result[kind]) for kind in ("refused", "failed")), result["seconds"]]
+        lines.append(f"| {', '.join(differing) or 'the newest'} | {' | '.join(map(str, cells))} |")
+    counted = {part: sorted({result[part] for result in results.values()}) for part in vars(newest)}
+    shown = ", ".join(
+        f"{len(counted[part])} of {_SHOWN[part]}" for part in ("deepspeed", "torch", "transformers", "python")
+    )
+    newest_text = ", ".join(f"{_SHOWN[part]} {release}" for part, release in vars(newest).items())
+    return "\n".join([f"Newest: {newest_text}. Releases in {len(results)} rows: {shown}.", "", *lines])
+
+
+_SHOWN = {
+    "python": "Python",
+    "torch": "torch",
+    "deepspeed": "DeepSpeed",
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "trl": "TRL",
+    "peft": "PEFT",
+}
+
+
+def with_table(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the page with the table replaced."""
+    place = r"(<!-- begin matrix -->\n).*?(<!-- end matrix -->)"
+    text, count = re.subn(place, lambda match: f"{match[1]}{render(results)}\n{match[2]}", page, flags=re.DOTALL)
+    assert count == 1, f"{PAGE.name} has {count} places for the table"
+    return text
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Return the results of the rows that ran, in the order of `ROWS`."""
+    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {name: found[name] for name in ROWS if name in found}
+
+
+def main() -> int:
+    """Run the command, see the module's docstring; return 1 if a test failed."""
+    parser = argparse.ArgumentParser(
+        prog=".ci/matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to run; all without any")
+    parser.add_argument("--list", action="store_true", help="print the rows")
+    parser.add_argument("--write", action="store_true", help="write the table from the results on record")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name}: {' '.join(row.requirements())}" for name, row in ROWS.items()))
+        return 0
+    unknown = [name for name in options.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"no row {', '.join(unknown)}; rows: {'; '.join(ROWS)}")
+    did_fail = False
+    for name in () if options.write else options.rows or ROWS:
+        result = run_row(name, ROWS[name])
+        did_fail |= bool(result["failed"])
+        RESULTS.write_text(json.dumps({**read_results(), name: result}, indent=1) + "\n")
+    PAGE.write_text(with_table(PAGE.read_text(), read_results()))
+    return int(did_fail)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
