@@ -126,7 +126,7 @@ def _structure(model: nn.Module) -> str:
     shapes = []
     for name, parameter in parameters.items():
         # ds_shape: whole shape on ZeRO-3
-        shape = getattr(parameter, WHOLE_SHAPE, None) or getattr(parameter, "ds_shape", parameter.shape)
+        shape: Sequence[int] = getattr(parameter, WHOLE_SHAPE, None) or getattr(parameter, "ds_shape", parameter.shape)
         shapes.append((name, tuple(shape)))
     checksum = hashlib.sha256(repr((shapes, trained)).encode()).hexdigest()[:8]
     return f"{len(shapes)} parameters, {len(trained)} of them trained, names and shapes {checksum}"

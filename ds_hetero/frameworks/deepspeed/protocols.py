@@ -72,6 +72,7 @@ class Engine(Protocol):
     is_gradient_accumulation_boundary: Callable[[], bool]  # whether the optimizer steps on the present gradients
     load_universal_checkpoint: Callable[[], bool]  # whether universal checkpoints are loaded
     steps_per_print: Callable[[], float | None]  # steps between two lines of the log
+    was_step_applied: Callable[[], bool]  # whether the last optimizer step was taken, and not skipped
     zero_load_from_fp32_weights: Callable[[], bool]  # whether saved master weights are loaded; else the model's weights
     zero_optimization_partition_weights: Callable[[], bool]  # whether parameters are partitioned: ZeRO stage 3
     gradient_clipping: Callable[[], float]

@@ -145,7 +145,7 @@ class ReplicaEngine(HookedEngine):
         if manifest is not None and manifest.plan is not None and not only_weights:
             self.monitor.resume(manifest.plan)
         if self.experts is not None:
-            self.experts.load(Path(load_dir, str(tag)), manifest, only_weights=only_weights)
+            self.experts.load(Path(load_dir, str(tag)), manifest, only_weights=bool(only_weights))
         losses = self.trained.losses
         if manifest is not None and manifest.losses is not None and not only_weights and losses is not None:
             losses.load_state_dict(manifest.losses)
