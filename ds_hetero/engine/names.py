@@ -20,7 +20,7 @@ OF_FEATURES = (
     "torch._C:TensorBase._backward_hooks",
     "torch._C:TensorBase._version",
     "torch._C._distributed_c10d:Backend.Options._timeout",
-    "torch._C._distributed_c10d:ProcessGroup._allgather_base",  # this and the next are recorded: `runtime.peers`
+    "torch._C._distributed_c10d:ProcessGroup._allgather_base",  # this and the next are recorded by the watch of peers
     "torch._C._distributed_c10d:ProcessGroup._reduce_scatter_base",
     "torch._C._distributed_c10d:ProcessGroup._get_backend",
     "torch.autograd.graph:Node._input_metadata",

@@ -125,8 +125,7 @@ def _structure(model: nn.Module) -> str:
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     shapes = []
     for name, parameter in parameters.items():
-        # ds_shape: whole shape on ZeRO-3
-        shape: Sequence[int] = getattr(parameter, WHOLE_SHAPE, None) or getattr(parameter, "ds_shape", parameter.shape)
-        shapes.append((name, tuple(shape)))
+        on_zero_3 = getattr(parameter, "ds_shape", parameter.shape)  # the whole shape of a partitioned parameter
+        shapes.append((name, tuple(getattr(parameter, WHOLE_SHAPE, on_zero_3))))
     checksum = hashlib.sha256(repr((shapes, trained)).encode()).hexdigest()[:8]
     return f"{len(shapes)} parameters, {len(trained)} of them trained, names and shapes {checksum}"

@@ -1,7 +1,7 @@
 """Choose the kind of a job with ``"parallel": "best"`` in a call of `deepspeed.initialize`, before the engine is built.
 
-`ds_hetero.decision.kind_choice` chooses on rank 0. This module tells it which kinds this call rules out, and hands the
-choice to all ranks: afterwards the request of the configuration has a section with one kind.
+The choice itself is made by `ds_hetero.decision.kind_choice`, on rank 0. It is told here which kinds this call rules
+out, and all ranks are given what it chose: afterwards the request of the configuration has a section with one kind.
 """
 
 from __future__ import annotations
