@@ -74,7 +74,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"num_attention_heads": 8},
         "the plan is for a model of 2 layers, 4 heads",
     ),
-    "layout of pipelines": ({"heterogeneity": {"schedule": pipelines(0, 1), "layout": "zigzag"}}, {}, "the plan give the layout"),
+    "layout of pipelines": ({"heterogeneity": {"schedule": pipelines(0, 1), "layout": "zigzag"}}, {}, "the plan give"),
     "full parallelism by name": ({"heterogeneity": {**FULL, "schedule": "ring"}}, {}, "searches for pipelines"),
     "full parallelism, batch": ({"heterogeneity": FULL, "gradient_accumulation_steps": 2}, {}, "whole optimizer step"),
     "batch of replicas": (

@@ -17,7 +17,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-_TOLERANCE = 1e-5  # of the trial, whose numbers are about 1 and are merged in float32
+_LARGEST_ROUNDING = 1e-5  # of the trial, whose numbers are about 1 and are merged in float32
 
 
 def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> None:
@@ -73,7 +73,7 @@ def one_kernel_refusal(device: torch.device) -> str | None:
         difference = _largest_difference(device)
     except Exception as error:  # Triton raises many kinds: of its compiler, of the C compiler, of the driver
         return f"{type(error).__name__}: {str(error)[:300]}"
-    if difference <= _TOLERANCE:
+    if difference <= _LARGEST_ROUNDING:
         return None
     return f"its results differ from those of the operators by {difference:.2g}"
 
