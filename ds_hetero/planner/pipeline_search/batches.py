@@ -74,7 +74,9 @@ def _with_total(counts: list[int], total: int, fill_s: Sequence[float], period_s
             heapq.heapreplace(next_ends, (end_s + period_s[i], i))
     elif missing < 0:
         # Heap of (time at which the last micro-batch ends, pipeline); negative, so that the latest comes first.
-        last_ends = [(-fill_s[i] - (counts[i] - 1) * period_s[i], i) for i in range(len(counts)) if counts[i] > 1]
+        # A pipeline keeps one: those that have no more are left out.
+        removable = [i for i, count in enumerate(counts) if count > 1]
+        last_ends = [(-(fill_s[i] + (counts[i] - 1) * period_s[i]), i) for i in removable]
         heapq.heapify(last_ends)
         for _ in range(-missing):
             negative_end_s, i = last_ends[0]

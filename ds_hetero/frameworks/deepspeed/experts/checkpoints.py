@@ -90,7 +90,7 @@ def _read_rows(name: str, part: ExpertPart, rank: int, files: Sequence[Content],
     """
     start, stop = part.experts.ranges[rank]
     pieces: list[tuple[int, State]] = []  # first expert of each piece, and its state
-    shared: State = {}  # entries that are not by expert, such as the count of steps
+    result: State = {}  # at first the entries that are not by expert, such as the count of steps
     num_found = 0
     for file in files:
         rows = file["rows"].get(name)
@@ -99,21 +99,25 @@ def _read_rows(name: str, part: ExpertPart, rank: int, files: Sequence[Content],
                 f"{folder} has no experts {name} of which a layer has {part.experts.total}. Load the checkpoint of "
                 "this model."
             )
-        shared |= {key: value for key, value in rows["state"].items() if not _is_by_expert(value, rows)}
+        result |= {key: value for key, value in rows["state"].items() if not _is_by_expert(value, rows)}
         first, last = max(start, rows["start"]), min(stop, rows["stop"])
         if first < last:
             num_found += last - first
             cut = slice(first - rows["start"], last - rows["start"])
-            by_expert = {key: value[cut] for key, value in rows["state"].items() if _is_by_expert(value, rows)}
-            pieces.append((first, by_expert))
+            pieces.append((first, _of_experts(rows, cut)))
     if num_found != stop - start:
         raise CheckpointError(f"{folder} lacks some of the experts {start} to {stop} of {name}. Load an earlier one.")
-    pieces.sort(key=lambda piece: piece[0])
     if not pieces:  # a rank without experts has the same entries as others, without rows
-        rows = files[0]["rows"][name]
-        pieces = [(0, {key: value[:0] for key, value in rows["state"].items() if _is_by_expert(value, rows)})]
-    by_expert = {key: torch.cat([piece[key] for _, piece in pieces]) for key in pieces[0][1]}
-    return {**shared, **by_expert}
+        return {**result, **_of_experts(files[0]["rows"][name], slice(0))}
+    in_order = [state for _, state in sorted(pieces, key=lambda piece: piece[0])]
+    for key in in_order[0]:
+        result[key] = torch.cat([state[key] for state in in_order])
+    return result
+
+
+def _of_experts(rows: Content, cut: slice) -> State:
+    """Return the entries of a file's state that are by expert, of the experts in ``cut``, counted from its first."""
+    return {key: value[cut] for key, value in rows["state"].items() if _is_by_expert(value, rows)}
 
 
 def _is_by_expert(value: Any, rows: Content) -> bool:

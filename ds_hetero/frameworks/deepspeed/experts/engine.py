@@ -77,6 +77,8 @@ class EngineExperts:
 
 def move_alike(engine: Any, parts: ExpertParts) -> None:
     """Move the experts to where DeepSpeed has moved the other parameters, and cast them alike."""
-    others = next(p for p in engine.module.parameters() if id(p) not in {id(q.parameter) for q in parts.parts.values()})
-    for part in parts.parts.values():
-        part.parameter.data = part.parameter.data.to(others.device, others.dtype)
+    experts = [part.parameter for part in parts.parts.values()]
+    ids = set(map(id, experts))
+    moved = next(parameter for parameter in engine.module.parameters() if id(parameter) not in ids)
+    for expert in experts:
+        expert.data = expert.data.to(moved.device, moved.dtype)
