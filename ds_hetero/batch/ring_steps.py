@@ -90,6 +90,11 @@ class Ring:
         """Number of tensors of this KV, one for each sub-ring."""
         return 0 if self.kept_source is None else len(self.sub_rings)
 
+    @property
+    def _num_rows(self) -> int:
+        """Number of rows of the batch."""
+        return self.table.placement.rows[-1].stop
+
     def num_travelling_keys(self, source: int) -> int:
         """Count the tokens whose KV travels from a ring position to others."""
         return sum(stop - start for start, stop in self.table.travelling_keys(source))
@@ -140,7 +145,7 @@ class Ring:
             return None
         (call,) = all_calls
         tokens = slice(0, self.tokens.stop - self.tokens.start)
-        all_queries = (slice(0, self.table.placement.rows[-1].stop), slice(0, self.num_q), tokens)
+        all_queries = (slice(0, self._num_rows), slice(0, self.num_q), tokens)
         return call if call.queries == all_queries and call.keys[2] == tokens else None
 
     @cached_property
@@ -148,7 +153,7 @@ class Ring:
         """Whether every query is in a call that is its first one: then ``out`` and ``lse`` need no initial values."""
         # First calls are disjoint, so that sizes tell.
         covered = sum(_volume(call.queries) for call in self._all_calls() if call.first)
-        return covered == self.table.placement.rows[-1].stop * self.num_q * _size(self.tokens)
+        return covered == self._num_rows * self.num_q * _size(self.tokens)
 
     @cached_property
     def sources_with_each_key_once(self) -> frozenset[int]:
@@ -156,13 +161,12 @@ class Ring:
 
         The gradient of such a block is written by the calls, without zeros before.
         """
-        num_rows = self.table.placement.rows[-1].stop
         sources = set()
         for source, calls_of_source in enumerate(self.calls):
             is_own = source == self.position
             num_keys = _size(self.tokens) if is_own else self.num_travelling_keys(source)
             if all(
-                _fill_once([call.keys for call in calls], (num_rows, _size(sub.kv_heads), num_keys))
+                _fill_once([call.keys for call in calls], (self._num_rows, _size(sub.kv_heads), num_keys))
                 for sub, calls in zip(self.sub_rings, calls_of_source, strict=True)
             ):
                 sources.add(source)

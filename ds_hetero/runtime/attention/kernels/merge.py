@@ -44,7 +44,7 @@ def chosen_merge(device: torch.device, dtype: torch.dtype) -> _Merge:
     refusal = one_kernel_refusal(device)
     if refusal is None:
         return merge_in_one_kernel_
-    logger.warning("parts of attention are merged by five operators instead of one kernel: %s", refusal)
+    logger.warning("parts of attention are merged by torch's operators and not by one kernel: %s", refusal)
     return merge_by_operators_
 
 
