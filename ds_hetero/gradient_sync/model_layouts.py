@@ -70,13 +70,14 @@ def pipeline_layouts(
     """Return the layout of every parameter with a gradient, for ranks that are stages of pipelines.
 
     A parameter's gradient is the sum over all stages that hold it: one stage of each pipeline, or two for an embedding
-    that is tied to the head. In a ``"tensor"`` stage the gradients of copies are equal; in a ``"sequence"`` stage each
-    copy has the gradient of its own tokens, and they are added up.
+    that is tied to the head. In a stage, it is the sum over the ranks that hold different tokens: of a ``"sequence"``
+    stage all ranks, or one summand for each tensor group. The gradients of copies on ranks with the same tokens are
+    equal.
 
     Args:
         parameters: of this rank, by the names of the whole model; a tied parameter under one name in every stage.
         group: all ranks of the job; None for the default group.
-        partial: names of this rank's parameters whose gradients are added up over copies in a ``"tensor"`` stage too.
+        partial: names of this rank's parameters whose gradients are added up over ranks with the same tokens, too.
 
     Returns:
         By name, in the order of the first pipeline's stages and of their parameters; the same on every rank.
@@ -99,9 +100,13 @@ def pipeline_layouts(
         _expect_in_all_pipelines(name, plan, parts)
         summands = []
         for stage in stages:
-            if any(rank in parts for rank in stage.ranks):
-                has_partial_copies = stage.inner == "sequence" or parts[stage.ranks[0]].is_partial
-                summands.append(_Summand(stage.ranks, has_partial_copies))
+            if not any(rank in parts for rank in stage.ranks):
+                continue
+            if stage.inner == "sequence" and not stage.is_tensor_parallel:
+                summands.append(_Summand(stage.ranks, has_partial_copies=True))
+                continue
+            for holders in stage.token_holders:
+                summands.append(_Summand(holders, has_partial_copies=parts[holders[0]].is_partial))
         layouts[name] = _layout_of_cuts(name, summands, parts)
     return layouts
 

@@ -40,9 +40,7 @@ class JobTimes(NamedTuple):
         """Tokens per second of the job, counted at the first stage of every pipeline."""
         counted_ranks: list[int] = []
         for pipeline in plan.pipelines:
-            stage = pipeline.stages[0]
-            # Sequence-parallel ranks hold different tokens; tensor-parallel ranks all hold the same ones.
-            counted_ranks += stage.ranks if stage.inner == "sequence" else stage.ranks[:1]
+            counted_ranks += [holders[0] for holders in pipeline.stages[0].token_holders]
         return sum(self.ranks[rank].tokens_per_s for rank in counted_ranks)
 
 

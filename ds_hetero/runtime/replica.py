@@ -72,7 +72,7 @@ class Replica:
     @property
     def sp_rank(self) -> int:
         """This rank's index in the replica."""
-        return self.rank - self.ranks[0]  # ranks of a schedule are consecutive
+        return self.ranks.index(self.rank)
 
     @property
     def ring_position(self) -> int:

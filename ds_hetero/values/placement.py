@@ -231,7 +231,7 @@ class Placement:
             ranks = sorted(group.ranks)
             cuts = accumulate(map(self.tokens, ranks), initial=0)
             for rank, part in zip(ranks, pairwise(cuts), strict=True):
-                intervals[rank] = _select_tokens(group_intervals, part)
+                intervals[rank] = select_tokens(group_intervals, part)
         return intervals
 
     def _moved_intervals(self) -> dict[int, tuple[Range, ...]]:
@@ -241,12 +241,12 @@ class Placement:
         the first, token 9 to the second.
         """
         in_attention = self.in_attention.intervals
-        intervals = {rank: _select_tokens(in_attention(rank), (0, self.tokens(rank))) for rank in self.schedule.ranks}
+        intervals = {rank: select_tokens(in_attention(rank), (0, self.tokens(rank))) for rank in self.schedule.ranks}
         next_to_give = dict(self._tokens)  # first token of a rank's attention that has no holder yet, by rank
         for move in self.moves:
             start = next_to_give[move.attention_rank]
             stop = start + move.tokens
-            intervals[move.holder] += _select_tokens(in_attention(move.attention_rank), (start, stop))
+            intervals[move.holder] += select_tokens(in_attention(move.attention_rank), (start, stop))
             next_to_give[move.attention_rank] = stop
         return intervals
 
@@ -374,7 +374,7 @@ def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = (
     return Placement(schedule=schedule, length=length, rank_tokens=rank_tokens, lanes=(lane,), rows=rows)
 
 
-def _select_tokens(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
+def select_tokens(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
     """Return the positions of some of the tokens in ``intervals``, as intervals.
 
     The positions [10, 14) and [20, 25) have 9 tokens; their tokens 3-5 are at [13, 14) and [20, 22).

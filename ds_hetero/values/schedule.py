@@ -81,9 +81,10 @@ class Schedule:
 
     num_heads: int  # query heads of the model
     num_kv_heads: int  # key/value heads; divides ``num_heads``
-    groups: tuple[Group, ...]  # all-to-all groups; they hold every rank ``first_rank .. first_rank + sp_size - 1`` once
+    groups: tuple[Group, ...]  # all-to-all groups; they hold each of the ``sp_size`` ranks once
     ring: tuple[int, ...] = ()  # order in which KV travels, as indices of ``groups``; empty: the order of ``groups``
     layout: str = "zigzag"
+    rank_step: int = 1  # from each rank to the next one; more than 1 if every rank stands for a tensor group
 
     def __post_init__(self) -> None:
         if not self.ring:
@@ -184,6 +185,25 @@ class Schedule:
         """Return the same schedule in which the index of a rank in ``ranks`` takes its place; inverse of `on_ranks`."""
         return self._renumbered(lambda rank: ranks.index(rank))
 
+    def column(self, place: int) -> Schedule:
+        """Return the schedule of the ranks at one place in their tensor groups, with their part of the heads.
+
+        Every rank of this schedule stands for a tensor group: itself and the ``rank_step - 1`` ranks after it, which
+        hold the same tokens and share its heads equally. Ranks of one group exchange no attention with one another.
+
+        Example: ranks 0 and 2 have 6 and 2 of 8 heads. The column of place 1 has ranks 1 and 3 with 3 and 1 of 4 heads.
+        """
+        groups = []
+        for group in self.groups:
+            ranks = tuple(rank + place for rank in group.ranks)
+            groups.append(replace(group, ranks=ranks, heads=tuple(heads // self.rank_step for heads in group.heads)))
+        return replace(
+            self,
+            num_heads=self.num_heads // self.rank_step,
+            num_kv_heads=self.num_kv_heads // self.rank_step,
+            groups=tuple(groups),
+        )
+
     def _renumbered(self, new_rank: Callable[[int], int]) -> Schedule:
         """Return the same schedule with every rank replaced by ``new_rank(rank)``."""
         groups = [replace(group, ranks=tuple(map(new_rank, group.ranks))) for group in self.groups]
@@ -212,7 +232,7 @@ class Schedule:
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8], "big") >> 1
 
     @classmethod
-    def from_dict(cls, data: JsonObject) -> Schedule:
+    def from_dict(cls, data: JsonObject, rank_step: int = 1) -> Schedule:
         """Read the content of a schedule file. Raises `ScheduleError`: wrong keys, types or values."""
         known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
         expect_object_keys("schedule", data, known - {"layout", "ring"}, {"layout", "ring"}, ScheduleError)
@@ -241,6 +261,7 @@ class Schedule:
             groups=tuple(groups),
             ring=tuple(data.get("ring", ())),
             layout=data.get("layout", "zigzag"),
+            rank_step=rank_step,
         )
 
 
@@ -337,8 +358,9 @@ def _check(schedule: Schedule) -> None:
                 f"groups[{i}].heads {shortened(list(group.heads))} sum to {sum(group.heads)}, "
                 f"but the model has num_heads={schedule.num_heads}. Every group computes every head of its tokens."
             )
-    ranks = list(chain.from_iterable(group.ranks for group in schedule.groups))
-    if sorted(ranks) != list(range(min(ranks), min(ranks) + len(ranks))):
-        raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {shortened(sorted(ranks))}.")
+    ranks, step = list(chain.from_iterable(group.ranks for group in schedule.groups)), schedule.rank_step
+    if sorted(ranks) != list(range(min(ranks), min(ranks) + len(ranks) * step, step)):
+        rule = "consecutive ranks" if step == 1 else f"ranks {step} apart, the first of each tensor group"
+        raise ScheduleError(f"the groups must hold {rule}, each once, got {shortened(sorted(ranks))}.")
     if not any(group.weight for group in schedule.groups):
         raise ScheduleError("all token weights are zero; at least one rank must hold tokens.")

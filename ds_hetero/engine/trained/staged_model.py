@@ -42,7 +42,7 @@ class StagedModel(Protocol):
         """Switch a ``"sequence"`` stage to the attention of its schedule."""
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
-        """Replace the parameters of a ``"tensor"`` stage by this rank's shards."""
+        """Replace the parameters of a ``"tensor"`` stage, or of a tensor group, by this rank's shards."""
 
     def fill(self, device: torch.device) -> None:
         """Allocate this rank's parameters and buffers, and load their values, for a model built on the meta device."""
@@ -57,7 +57,7 @@ class StagedModel(Protocol):
         """Return this rank's parameters, by the names of the whole model."""
 
     def partial_parameters(self) -> frozenset[str]:
-        """Return names of parameters whose gradients have to be summed over the ranks of a ``"tensor"`` stage."""
+        """Return names of parameters whose gradients have to be summed over ranks that hold the same tokens."""
 
     def save_pretrained(self, folder: str) -> None:
         """Write the weights of all stages as transformers reads them. Caller: every rank."""

@@ -65,6 +65,11 @@ def _block(where: str, stage: Stage, pools: Pools) -> DeviceBlock:
     Args:
         where: place of the stage in the plan, for the error.
     """
+    if stage.tensor_size > 1:
+        raise PlanError(
+            f"{where} has tensor groups of {stage.tensor_size} ranks, which train, but have no cost model yet: their "
+            "time and memory cannot be predicted. Start the job without a prediction, or give the stage another inner."
+        )
     counts = Counter(pools.of_rank[rank] for rank in stage.ranks)
     if len(counts) > 1 and stage.inner != "sequence":
         raise PlanError(

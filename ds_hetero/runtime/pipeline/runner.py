@@ -83,13 +83,13 @@ def neighbours_of(
     inputs = input_gradients = outputs = output_gradients = None
     if j > 0:
         earlier_stage, boundary_groups = pipeline.stages[j - 1], groups[i, j - 1]
-        inputs = Boundary(earlier_stage, stage, rank, boundary_groups.activations, boundary_groups.later, device)
-        groups_back = boundary_groups.gradients, boundary_groups.earlier
+        inputs = Boundary(earlier_stage, stage, rank, boundary_groups.activations, boundary_groups.copies, device)
+        groups_back = boundary_groups.gradients, boundary_groups.copies
         input_gradients = Boundary(stage, earlier_stage, rank, *groups_back, device)
     if j + 1 < len(pipeline.stages):
         later_stage, boundary_groups = pipeline.stages[j + 1], groups[i, j]
-        outputs = Boundary(stage, later_stage, rank, boundary_groups.activations, boundary_groups.later, device)
-        groups_back = boundary_groups.gradients, boundary_groups.earlier
+        outputs = Boundary(stage, later_stage, rank, boundary_groups.activations, boundary_groups.copies, device)
+        groups_back = boundary_groups.gradients, boundary_groups.copies
         output_gradients = Boundary(later_stage, stage, rank, *groups_back, device)
     return Neighbours(
         pipeline=pipeline,

@@ -3,8 +3,9 @@
 A rank sends each token to the rank of the other stage that holds it, so its messages follow from the overlaps of the
 two stages' shards. Every boundary of a pipeline has two process groups, one per direction: NCCL runs the messages of a
 communicator one after the other, and activations and gradients should not wait for each other. Within a group the
-messages of a micro-batch are posted together, and both sides post micro-batches in the same order. The ranks of a
-tensor-parallel stage receive a part of the tokens each, and all-gather them over a third group.
+messages of a micro-batch are posted together, and both sides post micro-batches in the same order. Ranks that hold the
+same tokens, as tensor parallelism needs them, receive a part of these tokens each, and all-gather them over a third
+group.
 
 Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, c tokens that it sends or
 receives over the boundary, H hidden size.
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_hetero.common.rounding import ceil_div
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.process_groups import Connections, ProcessGroups
 from ds_hetero.values.placement import Range
@@ -35,29 +37,31 @@ class BoundaryGroups(NamedTuple):
 
     activations: Connections  # of the ranks of both stages, from the earlier stage to the later one
     gradients: Connections  # of the ranks of both stages, the other way
-    earlier: ProcessGroup | None  # of the earlier stage's ranks, which gather gradients; None if not tensor-parallel
-    later: ProcessGroup | None  # of the later stage's ranks, which gather activations; None if not tensor-parallel
+    # Of this rank and those that hold the same tokens in its stage; None if it holds them alone, or in another stage.
+    copies: ProcessGroup | None
 
 
 def make_boundary_groups(plan: Plan, groups: ProcessGroups) -> dict[tuple[int, int], BoundaryGroups]:
     """Make the groups of every boundary of every pipeline, keyed by (pipeline, earlier stage).
 
     Caller: every rank of the world; all calls that make process groups come in the same order on every rank.
-    Collectives: two new_group for every boundary, and one for every tensor-parallel stage, unless ``groups`` has them.
+    Collectives: two new_group for every boundary, and one for all ranks that hold the same tokens, unless ``groups``
+        has them.
     """
     groups_of_boundaries = {}
-
-    def group_of_copies(stage: Stage) -> ProcessGroup | None:
-        return groups.of(stage.ranks, "copies") if stage.inner == "tensor" else None
+    rank = dist.get_rank()
 
     for i, pipeline in enumerate(plan.pipelines):
         for j, (earlier, later) in enumerate(pairwise(pipeline.stages)):
             ranks = (*earlier.ranks, *later.ranks)
             activations = groups.connections_of(groups.of(ranks, "activations"))
             gradients = groups.connections_of(groups.of(ranks, "gradients"))
-            groups_of_boundaries[i, j] = BoundaryGroups(
-                activations, gradients, group_of_copies(earlier), group_of_copies(later)
-            )
+            own_copies = None
+            for holders in (*earlier.token_holders, *later.token_holders):
+                copies = groups.of(holders, "copies") if len(holders) > 1 else None
+                if rank in holders:
+                    own_copies = copies
+            groups_of_boundaries[i, j] = BoundaryGroups(activations, gradients, own_copies)
     return groups_of_boundaries
 
 
@@ -116,7 +120,7 @@ class Boundary:
     target: Stage
     rank: int  # of this process, on either side
     connections: Connections  # of the ranks of both stages
-    copies: ProcessGroup | None  # of the target's ranks, if they hold copies of all tokens; else None
+    copies: ProcessGroup | None  # of the ranks of the rank's own stage that hold the same tokens; None if it is alone
     device: torch.device  # of the activations
 
     def connect(self, lengths: Iterable[int]) -> None:
@@ -150,8 +154,9 @@ class Boundary:
         """Post the receives of this rank's part of activations [``rows``, ``length``, ``width``] of the other stage."""
         carried = carried_intervals(self.target, length, self.rank)
         tokens = sum(stop - start for start, stop in carried)
-        if self.copies is not None:  # an all_gather takes equal parts of all ranks; the last one's may be padded
-            tokens = -(-length // len(self.target.ranks))
+        held = sum(stop - start for start, stop in held_intervals(self.target, length, self.rank))
+        if self.copies is not None:  # an all_gather takes equal parts of all ranks; the last ones' may be padded
+            tokens = ceil_div(held, dist.get_world_size(self.copies))
         result = torch.empty(rows, tokens, width, dtype=dtype, device=self.device)
         parts, ops = [], []
         for message in self._messages(length):
@@ -159,7 +164,7 @@ class Boundary:
                 part = result.new_empty(rows, message.tokens, width)
                 parts.append((_local_ranges(message.intervals, carried), part))
                 ops.append(dist.P2POp(dist.irecv, part, message.sender, self.connections.group))
-        gather = None if self.copies is None else partial(_gather_tokens, length=length, group=self.copies)
+        gather = None if self.copies is None or not held else partial(_gather_tokens, tokens=held, group=self.copies)
         return Receiving(_post(ops), parts, result, gather)
 
     def _messages(self, length: int) -> tuple[ActivationTransfer, ...]:
@@ -171,13 +176,13 @@ class Boundary:
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _gather_tokens(part: Tensor, length: int, group: ProcessGroup) -> Tensor:
-    """All-gather parts [b, c, H], which follow one another and may be padded on the last rank, to [b, L, H]."""
-    rows, tokens, width = part.shape
-    parts = part.new_empty(dist.get_world_size(group) * rows, tokens, width)
+def _gather_tokens(part: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
+    """All-gather parts [b, c, H], which follow one another, to [b, ``tokens``, H]; the last ones may be padded."""
+    rows, carried, width = part.shape
+    parts = part.new_empty(dist.get_world_size(group) * rows, carried, width)
     with waiting_for_peers("gathering what a neighbouring stage of its pipeline sent"):
         _ALL_GATHER(parts, part, group=group)
-    return parts.view(-1, rows, tokens, width).transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
+    return parts.view(-1, rows, carried, width).transpose(0, 1).flatten(1, 2)[:, :tokens].contiguous()
 
 
 def _post(ops: Sequence[dist.P2POp]) -> list[dist.Work]:

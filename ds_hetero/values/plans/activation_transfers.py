@@ -4,11 +4,12 @@ A stage's output for a micro-batch, ``[b, L, H]``, is on its ranks by tokens:
 
     one         a single rank has all tokens
     tensor      every rank has a copy of all tokens
-    sequence    every rank has the position intervals of its schedule
+    sequence    every rank has the position intervals of its schedule; with tensor groups, every rank of a group has
+                those of the group
 
-Every activation crosses the boundary once: each of n ranks with copies sends or receives 1 / n of the tokens, and ranks
-that need copies then gather the parts among themselves. The messages are the overlaps of the intervals that ranks of
-one stage send with those that ranks of the other receive, so neighbouring stages may shard in any way. For gradients
+Every activation crosses the boundary once: each of n ranks with copies sends or receives 1 / n of their tokens, and
+ranks that need copies then gather the parts among themselves. The messages are the overlaps of the intervals that ranks
+of one stage send with those that ranks of the other receive, so neighbouring stages may shard in any way. For gradients
 the stages swap.
 
 HexiScale (arXiv:2409.01143) instead sends from one leader to another, which broadcasts. That is as many bytes over the
@@ -23,7 +24,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ds_hetero.values.placement import Range, stream_placement
+from ds_hetero.common.rounding import ceil_div
+from ds_hetero.values.placement import Range, select_tokens, stream_placement
 from ds_hetero.values.plans.stages import Stage
 
 
@@ -46,25 +48,28 @@ def held_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
     Raises:
         ScheduleError: the sequence is too short for the stage's schedule.
     """
-    if stage.schedule is None:
+    schedule = stage.schedule_of(rank)
+    if schedule is None:
         return ((0, length),)
-    return stream_placement(stage.schedule, length).intervals(rank)
+    return stream_placement(schedule, length).intervals(rank)
 
 
 def carried_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
     """Return the position intervals that ``rank`` sends to a neighbouring stage, and receives from one.
 
-    A rank of a sequence stage sends what it computes. If n ranks have copies, each sends one part of ceil(length / n)
-    tokens, in ascending order of ranks: 4 ranks with 10 tokens send 3, 3, 3 and 1.
+    A rank that alone holds its tokens sends all of them. If n ranks have copies of some tokens, each sends one part of
+    ceil(tokens / n), in ascending order of ranks: 4 ranks with 10 tokens send 3, 3, 3 and 1.
 
     Raises:
         ScheduleError: the sequence is too short for the stage's schedule.
     """
-    if stage.schedule is not None:
-        return held_intervals(stage, length, rank)
-    step = -(-length // len(stage.ranks))
-    start = min(sorted(stage.ranks).index(rank) * step, length)
-    return ((start, min(start + step, length)),)
+    held, holders = held_intervals(stage, length, rank), stage.holders_with(rank)
+    if len(holders) == 1:
+        return held
+    tokens = sum(stop - start for start, stop in held)
+    step = ceil_div(tokens, len(holders))
+    first = min(holders.index(rank) * step, tokens)
+    return select_tokens(held, (first, min(first + step, tokens)))
 
 
 @lru_cache(maxsize=1024)

@@ -77,8 +77,9 @@ class Plan:
 
     @property
     def is_replicas(self) -> bool:
-        """Whether every pipeline is a single stage of sequence parallelism, as `schedules` requires."""
-        return all([stage.inner for stage in pipeline.stages] == ["sequence"] for pipeline in self.pipelines)
+        """Whether every pipeline is a single stage of sequence parallelism alone, as `schedules` requires."""
+        kinds = [[(stage.inner, stage.tensor_size) for stage in pipeline.stages] for pipeline in self.pipelines]
+        return all(kinds_of_pipeline == [("sequence", 1)] for kinds_of_pipeline in kinds)
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -195,6 +196,8 @@ def _stage_to_dict(stage: Stage) -> JsonDict:
         content["inner"] = stage.inner
     if stage.schedule is not None:
         content["schedule"] = stage.schedule.to_dict()
+    if stage.tensor_size > 1:
+        content["tensor_size"] = stage.tensor_size
     if stage.in_flight is not None:
         content["in_flight"] = stage.in_flight
     return content

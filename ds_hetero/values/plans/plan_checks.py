@@ -85,7 +85,8 @@ def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
         )
     if (stage.inner == "sequence") != (stage.schedule is not None):
         raise PlanError(f'{where}: a "sequence" stage has a schedule, and no other stage has one.')
-    if stage.schedule is not None and sorted(stage.ranks) != list(stage.schedule.ranks):
+    _check_tensor_groups(where, stage)
+    if stage.schedule is not None and sorted(stage.ranks) != sorted(chain.from_iterable(stage.token_holders)):
         schedule_ranks, stage_ranks = shortened(list(stage.schedule.ranks)), shortened(list(stage.ranks))
         raise PlanError(
             f"{where}.schedule has ranks {schedule_ranks}, and the stage has ranks {stage_ranks}. Give both the same."
@@ -94,6 +95,39 @@ def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
         expect_whole_number(f"{where}.in_flight", stage.in_flight, 1, MAX_BATCH, PlanError)
     if model is not None:
         _check_heads(where, stage, model)
+
+
+def _check_tensor_groups(where: str, stage: Stage) -> None:
+    """Check that the tensor groups of a stage can share the heads of its schedule."""
+    size, schedule = stage.tensor_size, stage.schedule
+    expect_whole_number(f"{where}.tensor_size", size, 1, MAX_HEADS, PlanError)
+    if schedule is None:
+        if size > 1:
+            raise PlanError(
+                f'{where}.tensor_size is {size}, but tensor groups share sequences: they need "inner": "sequence" and '
+                'a schedule. If all ranks of the stage are one group, use "inner": "tensor" and no tensor_size.'
+            )
+        return
+    if size > 1 and schedule.rank_step != size:
+        raise PlanError(
+            f"{where}.schedule has ranks {schedule.rank_step} apart, tensor_size is {size}. They must be equal: a "
+            "schedule names the first rank of every tensor group."
+        )
+    if size > 1 and len(schedule.ranks) == 1:
+        raise PlanError(
+            f'{where} is one tensor group, which shares no sequence. Use "inner": "tensor" without a schedule.'
+        )
+    numbers = {
+        "heads": schedule.num_heads,
+        "KV heads": schedule.num_kv_heads,
+        **{f"heads of rank {r}": h for group in schedule.groups for r, h in zip(group.ranks, group.heads, strict=True)},
+    }
+    for name, number in numbers.items():
+        if number % size:
+            raise PlanError(
+                f"{where}: {number} {name} cannot be shared by the {size} ranks of a tensor group. Give a tensor_size "
+                "that divides the heads and KV heads of the model, and the heads of every rank in the schedule."
+            )
 
 
 def _check_heads(where: str, stage: Stage, model: PlannedModel) -> None:

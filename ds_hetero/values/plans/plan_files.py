@@ -12,11 +12,13 @@ from itertools import chain
 from typing import Any
 
 from ds_hetero.common.reading import (
+    MAX_HEADS,
     MAX_LAYERS,
     MAX_RANKS,
     JsonObject,
     check_content,
     expect_object_keys,
+    expect_whole_number,
     is_list,
     is_whole,
     shortened,
@@ -157,7 +159,7 @@ def _read_pipeline(where: str, data: Any) -> Pipeline:
 
 def _read_stage(where: str, data: Any) -> Stage:
     """Read a stage; ``where`` is its place in the file."""
-    expect_object_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight"}, PlanError)
+    expect_object_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight", "tensor_size"}, PlanError)
     for key, maximum in (("ranks", MAX_RANKS), ("layers", MAX_LAYERS)):
         if key in data and not (is_list(data[key]) and all(is_whole(value, 0, maximum) for value in data[key])):
             raise PlanError(f"{where}.{key} must be a list of whole numbers >= 0, got {shortened(data[key])}.")
@@ -167,8 +169,10 @@ def _read_stage(where: str, data: Any) -> Stage:
             f"{where}.layers must be [from, to), the first layer and the one after the last, got "
             f"{shortened(list(layers))}."
         )
+    tensor_size = data.get("tensor_size", 1)
+    expect_whole_number(f"{where}.tensor_size", tensor_size, 1, MAX_HEADS, PlanError)
     try:
-        schedule = Schedule.from_dict(data["schedule"]) if "schedule" in data else None
+        schedule = Schedule.from_dict(data["schedule"], rank_step=tensor_size) if "schedule" in data else None
     except ScheduleError as error:
         raise PlanError(f"{where}.schedule: {error}") from None
     return Stage(
@@ -176,5 +180,6 @@ def _read_stage(where: str, data: Any) -> Stage:
         layers=layers,
         inner=data.get("inner", "one"),
         schedule=schedule,
+        tensor_size=tensor_size,
         in_flight=data.get("in_flight"),
     )

@@ -17,6 +17,8 @@ BATCH_KEYS = ("micro_batch_size", "micro_batches")
 INNER = ("one", "tensor", "sequence")
 """How the ranks of a stage share its work: a single rank; tensor parallelism; a schedule of sequence parallelism."""
 
+Ranks = tuple[int, ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
@@ -42,18 +44,51 @@ class Stage:
     Args:
         layers: decoder layers ``[from, to)``; None for all layers, if the plan does not know their number. The
             embedding belongs to the stage with layer 0, the last norm and the head to the stage with the last layer.
+        schedule: of a ``"sequence"`` stage, in global ranks. With tensor groups it names the first rank of each.
+        tensor_size: ranks of every tensor group of a ``"sequence"`` stage: consecutive ranks that hold the same tokens,
+            and share heads and weights by tensor parallelism; 1 for none.
     """
 
     ranks: tuple[int, ...]  # global ranks, in any order
     layers: tuple[int, int] | None = None
     inner: str = "one"  # one of `INNER`
-    schedule: Schedule | None = None  # schedule of a ``"sequence"`` stage, in global ranks
+    schedule: Schedule | None = None
+    tensor_size: int = 1
     in_flight: int | None = None  # forwards that may run before their backward; None: as under plain 1F1B
 
     @property
     def num_layers(self) -> int | None:
         """Number of layers of the stage; None if the plan does not say."""
         return None if self.layers is None else self.layers[1] - self.layers[0]
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether ranks share weights by tensor parallelism: all of the stage, or those of each tensor group."""
+        return self.inner == "tensor" or self.tensor_size > 1
+
+    @property
+    def token_holders(self) -> tuple[Ranks, ...]:
+        """Ranks that hold the same tokens as one another; each tuple ascending.
+
+        These are all ranks of a ``"tensor"`` stage, each tensor group of a ``"sequence"`` stage, or else every rank
+        alone.
+        """
+        if self.schedule is None:
+            return (tuple(sorted(self.ranks)),)
+        return tuple(tuple(range(first, first + self.tensor_size)) for first in self.schedule.ranks)
+
+    def holders_with(self, rank: int) -> Ranks:
+        """Return the ranks that hold the same tokens as ``rank``, ascending, with itself."""
+        return next(ranks for ranks in self.token_holders if rank in ranks)
+
+    def schedule_of(self, rank: int) -> Schedule | None:
+        """Return the schedule over which ``rank`` shares sequences: with tensor groups, that of its column.
+
+        None if the stage does not share sequences.
+        """
+        if self.schedule is None or self.tensor_size == 1:
+            return self.schedule
+        return self.schedule.column(self.holders_with(rank).index(rank))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.values.plans import read_plan
 from tests.integration.pipelines.test_pipelines import (
     LAYERS,
+    PLANS,
     adamw,
     batches,
     made_model,
@@ -174,7 +176,11 @@ def test_layers_that_cannot_move_are_refused():
     from ds_hetero.frameworks.deepspeed.pipeline.layer_moves import expect_movable
 
     model = made_model({}, False)
-    expect_movable(model)
+    plan = read_plan(PLANS["sequence stage and single stages"])
+    expect_movable(model, plan)
     model.model.layers[1].register_buffer("scale", torch.ones(1))
     with pytest.raises(ConfigError, match=r"buffers \(model.layers.1.scale\)"):
-        expect_movable(model)
+        expect_movable(model, plan)
+    grouped = read_plan(PLANS["tensor groups and a single stage"])
+    with pytest.raises(ConfigError, match="no cost model yet"):
+        expect_movable(made_model({}, False), grouped)

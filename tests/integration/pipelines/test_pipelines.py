@@ -25,6 +25,15 @@ def sequence_stage(ranks, layers, tokens, heads, layout="zigzag", kv_heads=KV_HE
     return {"ranks": list(ranks), "layers": list(layers), "inner": "sequence", "schedule": schedule}
 
 
+def grouped_stage(layers, size, groups, kv_heads=KV_HEADS, layout="zigzag"):
+    """A stage of tensor groups of ``size`` ranks; of each all-to-all group its first ranks, tokens and heads."""
+    groups = [{"ranks": ranks, "tokens": tokens, "heads": heads} for ranks, tokens, heads in groups]
+    firsts = sorted(rank for group in groups for rank in group["ranks"])
+    schedule = {"version": 1, "num_heads": HEADS, "num_kv_heads": kv_heads, "layout": layout, "groups": groups}
+    ranks = [first + place for first in firsts for place in range(size)]
+    return {"ranks": ranks, "layers": layers, "inner": "sequence", "tensor_size": size, "schedule": schedule}
+
+
 def plan_of(*pipelines, kv_heads=KV_HEADS):
     model = {"num_layers": LAYERS, "num_heads": HEADS, "num_kv_heads": kv_heads}
     return {"version": 2, "model": model, "pipelines": list(pipelines)}
@@ -58,6 +67,10 @@ PLANS = {
     ),
     "sequence at the end, an idle rank": plan_of(
         pipeline(2, 2, {"ranks": [0], "layers": [0, 2]}, sequence_stage([1, 2], [2, 4], [1, 2], [4, 0], "contiguous")),
+        pipeline(1, 3, {"ranks": [4], "layers": [0, 4]}),
+    ),
+    "tensor groups and a single stage": plan_of(
+        pipeline(2, 2, grouped_stage([0, 4], 2, [([0, 2], [3, 1], [2, 2])])),
         pipeline(1, 3, {"ranks": [4], "layers": [0, 4]}),
     ),
 }  # fmt: skip

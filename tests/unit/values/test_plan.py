@@ -144,6 +144,50 @@ def test_what_no_job_can_do_is_refused_by_name(path: str, value: Any, message: s
         read_plan(changed(path, value))
 
 
+def grouped(size: Any = 2, inner: str = "sequence", **changes: Any) -> dict[str, Any]:
+    """A plan whose only stage has tensor groups, of 40 heads and 8 KV heads."""
+    group = {"ranks": [0, 2, 4], "tokens": [3, 1, 1], "heads": [20, 12, 8], **changes}
+    schedule = {"version": 1, "num_heads": 40, "num_kv_heads": 8, "layout": "zigzag", "ring": [0], "groups": [group]}
+    stage = {"ranks": list(range(6)), "inner": inner, "schedule": schedule, "tensor_size": size}
+    return {"version": 2, "model": MODEL, "pipelines": [{"stages": [stage]}]}
+
+
+def test_ranks_of_a_tensor_group_hold_the_same_tokens_and_each_a_part_of_the_heads() -> None:
+    plan = read_plan(grouped())
+    assert plan.to_dict() == grouped()
+    assert not plan.is_replicas
+    (stage,) = plan.pipelines[0].stages
+    assert stage.is_tensor_parallel
+    assert stage.token_holders == ((0, 1), (2, 3), (4, 5))
+    assert stage.holders_with(3) == (2, 3)
+    column = stage.schedule_of(3)
+    assert column is not None and (column.num_heads, column.num_kv_heads) == (20, 4)
+    assert column.ranks == (1, 3, 5) and column == stage.schedule_of(1) != stage.schedule_of(2)
+    assert column.groups[0].heads == (10, 6, 4)
+    assert stage.schedule is not None
+    assert list(column.tokens(11).values()) == list(stage.schedule.tokens(11).values())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (grouped(3), "ranks 3 apart, the first of each tensor group"),
+        (grouped(0), "tensor_size must be a whole number"),
+        (grouped("2"), "tensor_size must be a whole number"),
+        (grouped(heads=[21, 11, 8]), "21 heads of rank 0 cannot be shared by the 2 ranks"),
+        (grouped(16, ranks=[0, 16, 32]), "40 heads cannot be shared by the 16 ranks"),
+        (grouped(20, ranks=[0, 20, 40], heads=[40, 0, 0]), "8 KV heads cannot be shared by the 20 ranks"),
+        (grouped(ranks=[0, 2, 6]), "ranks 2 apart"),
+        (grouped(ranks=[1, 3, 5]), "schedule has ranks"),
+        (grouped(6, ranks=[0], tokens=[1], heads=[40]), "is one tensor group, which shares no sequence"),
+        (changed("pipelines.0.stages.0.tensor_size", 2), "tensor groups share sequences"),
+    ],
+)
+def test_tensor_groups_that_cannot_share_heads_are_refused_by_name(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        read_plan(data)
+
+
 def test_replicas_that_share_a_rank_are_refused() -> None:
     twice = {"version": 1, "replicas": [{"schedule": ring(2, 4, 2).to_dict()}] * 2}
     with pytest.raises(ScheduleError, match="in one replica only"):

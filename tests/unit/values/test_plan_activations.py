@@ -14,30 +14,34 @@ def positions(intervals):
 
 
 def random_stage(rng, first_rank):
-    """A stage of one to four ranks, and the rank after its last."""
+    """A stage of one to four members, each a rank or a tensor group, and the rank after its last."""
     inner = rng.choice(("one", "tensor", "sequence"))
-    ranks = tuple(range(first_rank, first_rank + (1 if inner == "one" else rng.randint(2, 4))))
+    step = rng.choice((1, 2, 3)) if inner == "sequence" else 1
+    size = step * (1 if inner == "one" else rng.randint(2, 4))
+    ranks = tuple(range(first_rank, first_rank + size, step))
     schedule = None
     if inner == "sequence":
         cut = rng.randint(0, len(ranks) - 1)
         groups = [group for group in (ranks[:cut], ranks[cut:]) if group]
         schedule = Schedule(
-            num_heads=4,
-            num_kv_heads=4,
+            num_heads=6,
+            num_kv_heads=6,
+            rank_step=step,
             layout=rng.choice(("contiguous", "zigzag")),
             groups=tuple(
                 Group(
                     ranks=group,
                     tokens=tuple(rng.choice((0.0, 1.0, 2.5)) if i else 1.0 for i in range(len(group))),
-                    heads=(4, *[0] * (len(group) - 1)),
+                    heads=(6, *[0] * (len(group) - 1)),
                 )
                 for group in groups
             ),
         )
-    return Stage(ranks=ranks, inner=inner, schedule=schedule), ranks[-1] + 1
+    ranks = tuple(range(first_rank, first_rank + size))
+    return Stage(ranks=ranks, inner=inner, schedule=schedule, tensor_size=step), first_rank + size
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(90))
 def test_every_token_crosses_once_from_a_rank_that_holds_it(seed):
     rng = random.Random(seed)
     source, following = random_stage(rng, 0)

@@ -203,7 +203,7 @@ class PipelineInstaller(Installer):
         global_batch_of(self._start.facts.training, self._plan)
         self._models.check_stages(model, self._plan)
         if self._section.replan.enabled:
-            expect_movable(model)
+            expect_movable(model, self._plan)
         optimizer = self._arguments.get("optimizer")
         if isinstance(optimizer, Optimizer):
             expect_elementwise(type(optimizer))
@@ -249,8 +249,8 @@ class PipelineInstaller(Installer):
     def _make_optimizer(self, stage: StagedModel, named_groups: Groups) -> PipelineOptimizer:
         """Cut a tensor-parallel stage, and make its gradient synchronizer and the optimizer of the elements it owns."""
         meshes = _meshes(self._plan)
-        if self._stage is not None and self._stage.inner == "tensor":
-            stage.cut_by_tensor_parallelism(meshes[self._stage.ranks])
+        if self._stage is not None and self._stage.is_tensor_parallel:
+            stage.cut_by_tensor_parallelism(meshes[self._stage.holders_with(self._rank)])
         if self._has_no_weights:
             on_all_ranks(lambda: stage.fill(default_device()))
         bucket_bytes = self._start.facts.training.buffers.sync_bytes(stage.dtype.itemsize)
@@ -327,9 +327,11 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _plan_of_stages(plan: Plan) -> Plan:
-    """Return a plan of replicas for the attention of sequence stages: one for each of these stages.
+    """Return a plan of replicas for the attention of sequence stages.
 
-    Every rank outside of sequence stages is a replica by itself, so that all ranks make the same process groups.
+    Each of these stages is a replica, or with tensor groups several: the first ranks of all groups, the second ranks,
+    and so on. Every rank outside of sequence stages is a replica by itself, so that all ranks make the same process
+    groups.
     """
     assert plan.model is not None
     num_heads, num_kv_heads = plan.model.num_heads, plan.model.num_kv_heads
@@ -339,7 +341,11 @@ def _plan_of_stages(plan: Plan) -> Plan:
         return Schedule(num_heads=num_heads, num_kv_heads=num_kv_heads, groups=(group,))
 
     stages: list[Stage] = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    schedules = [stage.schedule for stage in stages if stage.schedule is not None]
+    schedules: list[Schedule] = []
+    for stage in stages:
+        # One schedule for each place in a tensor group; the first group has a rank at each of them.
+        columns = map(stage.schedule_of, stage.token_holders[0])
+        schedules += [schedule for schedule in columns if schedule is not None]
     ranks_of_sequences = {rank for schedule in schedules for rank in schedule.ranks}
     for rank in range(dist.get_world_size()):
         if rank not in ranks_of_sequences:
@@ -348,11 +354,11 @@ def _plan_of_stages(plan: Plan) -> Plan:
 
 
 def _meshes(plan: Plan) -> dict[tuple[int, ...], DeviceMesh]:
-    """Make the mesh of every tensor-parallel stage, by its ranks.
+    """Make the mesh of every tensor-parallel stage, or of each of its tensor groups, by its ranks.
 
-    Every rank makes all meshes in the same order, since each makes a process group. Ranks are sorted: a group numbers
-    its ranks in ascending order, and DTensor assumes the same order in the mesh.
+    Every rank makes all meshes in the same order, since each makes a process group. Ranks are ascending: a group
+    numbers its ranks in ascending order, and DTensor assumes the same order in the mesh.
     """
     device = default_device().type
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages if stage.inner == "tensor"]
-    return {stage.ranks: DeviceMesh(device, sorted(stage.ranks)) for stage in stages}
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages if stage.is_tensor_parallel]
+    return {ranks: DeviceMesh(device, list(ranks)) for stage in stages for ranks in stage.token_holders}

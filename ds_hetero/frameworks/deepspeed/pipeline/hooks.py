@@ -82,9 +82,10 @@ def run_passes(pipelined: PipelinedEngine, forward: Function, *args: object, **b
 
 
 def _is_copy(pipelined: PipelinedEngine) -> bool:
-    """Return whether a lower rank of this rank's tensor-parallel stage computes the same loss."""
-    stage = pipelined.plan.stage_of(dist.get_rank())
-    return stage is not None and stage.inner == "tensor" and dist.get_rank() != stage.ranks[0]
+    """Return whether a lower rank, which holds the same tokens, computes the same loss."""
+    rank = dist.get_rank()
+    stage = pipelined.plan.stage_of(rank)
+    return stage is not None and rank != stage.holders_with(rank)[0]
 
 
 def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: Any, is_training: bool) -> Tensor:

@@ -49,12 +49,18 @@ class _Holding:
     frozen_after: Mapping[str, Box]
 
 
-def expect_movable(stage_model: nn.Module) -> None:
+def expect_movable(stage_model: nn.Module, plan: Plan) -> None:
     """Check that a model's layers can be moved, as ``"replan"`` asks.
 
     Raises:
-        ConfigError: they have buffers, or weights of 4 bits, whose constants are no parameters.
+        ConfigError: they have buffers, or weights of 4 bits, whose constants are no parameters; or the plan has tensor
+            groups, for which no better plan can be predicted.
     """
+    if any(stage.tensor_size > 1 for pipeline in plan.pipelines for stage in pipeline.stages):
+        raise ConfigError(
+            '"replan.enabled" cannot move the layers of a plan with "tensor_size": stages with tensor groups have no '
+            'cost model yet, so that no better plan is found. Leave "replan" out.'
+        )
     if packed := next(packed_names(stage_model), None):
         raise ConfigError(
             f'"replan.enabled" cannot move the layers of this model, which have weights of 4 bits ({packed}). Leave '

@@ -151,12 +151,10 @@ def check_stages(model: nn.Module, plan: Plan) -> None:
     pretrained = pretrained_of(model)
     layers = getattr(pretrained.base_model, parts_of(pretrained).layers)
     _expect_planned_model(pretrained, plan, len(layers))
-    stage_kinds: set[str] = set()
-    for pipeline in plan.pipelines:
-        stage_kinds.update(stage.inner for stage in pipeline.stages)
-    if "sequence" in stage_kinds:
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    if any(stage.inner == "sequence" for stage in stages):
         _check_sharded(model)
-    if "tensor" in stage_kinds:
+    if any(stage.is_tensor_parallel for stage in stages):
         _check_tensor_parallel(model)
         check_tensor_parallel_degrees(model, plan)
 

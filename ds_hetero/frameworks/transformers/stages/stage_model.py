@@ -44,6 +44,7 @@ from ds_hetero.runtime.step_clock import UNTIMED, Clock, StepClock
 from ds_hetero.runtime.vocabulary import VocabularyPart
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Schedule
 
 _LABELS = "shift_labels"
 
@@ -96,7 +97,7 @@ class StageModel:
         self._sharded = ShardedModel(self.model, replica, kernel)
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
-        """Shard a ``"tensor"`` stage, whose model is on its device already."""
+        """Shard a ``"tensor"`` stage, or one with tensor groups, whose model is on its device already."""
         self._cut = TensorCut(self._pretrained, mesh)
 
     def fill(self, device: torch.device) -> None:
@@ -157,8 +158,8 @@ class StageModel:
         return {self._names[name]: parameter for name, parameter in named}
 
     def partial_parameters(self) -> frozenset[str]:
-        """Return the names of the parameters whose gradients must be summed over the ranks of a ``"tensor"`` stage."""
-        if self._stage is None or self._stage.inner != "tensor":
+        """Return the names of the parameters whose gradients must be summed over ranks that hold the same tokens."""
+        if self._stage is None or not self._stage.is_tensor_parallel:
             return frozenset()
         partial_in_decoder = partial_parameters(self._pretrained)
         ids = {id(parameter) for name, parameter in self._decoder.named_parameters() if name in partial_in_decoder}
@@ -244,10 +245,10 @@ class StageModel:
         return loss_sum
 
     def _rank_tokens(self, length: int) -> tuple[int, ...]:
-        """Return the number of tokens of a sequence on every rank of this stage."""
-        if self._stage is None or self._stage.schedule is None:
+        """Return the number of tokens of a sequence on every rank that shares it."""
+        if self._schedule is None:
             return (length,)
-        return stream_placement(self._stage.schedule, length).rank_tokens
+        return stream_placement(self._schedule, length).rank_tokens
 
     def _num_tokens(self, length: int, unshared: int) -> int:
         """Return how many tokens of a sequence of ``length`` tokens this rank has; 0 if it runs only a dummy token.
@@ -255,24 +256,28 @@ class StageModel:
         Args:
             unshared: returned if each rank of the stage runs whole sequences.
         """
-        if self._stage is None or self._stage.schedule is None:
+        if self._schedule is None:
             return unshared
-        return stream_placement(self._stage.schedule, length).tokens(self._rank)
+        return stream_placement(self._schedule, length).tokens(self._rank)
 
     def _inputs(self, batch: StageBatch) -> Entries:
         """Return the inputs of a forward on the model's device: the micro-batch, or this rank's shard of it."""
         device = next(iter(self.model.parameters())).device
-        assert self._stage is not None
-        if self._stage.schedule is None:
+        if self._schedule is None:
             return {name: tensor.to(device) for name, tensor in batch.batch.sequences.items()}
-        placed = PlacedBatch(batch.batch, stream_placement(self._stage.schedule, batch.length))
+        placed = PlacedBatch(batch.batch, stream_placement(self._schedule, batch.length))
         return model_inputs(placed.shard(self._rank), device)
+
+    @property
+    def _schedule(self) -> Schedule | None:
+        """Schedule over which this rank shares sequences; None if it runs whole ones."""
+        return None if self._stage is None else self._stage.schedule_of(self._rank)
 
     @contextlib.contextmanager
     def _forward_of_stage(self) -> Iterator[None]:
         """Inside the context, allow forwards of the stage, which `_expect_pipeline` refuses outside.
 
-        They run on shards in a ``"sequence"`` stage, and with the same dropout on all ranks in a ``"tensor"`` stage.
+        They run on shards in a ``"sequence"`` stage, and with the same dropout on ranks that hold the same tokens.
         """
         self._is_running = True
         cut = self._cut
@@ -288,7 +293,7 @@ class StageModel:
 
     @property
     def _words(self) -> VocabularyPart | None:
-        """The vocabulary entries whose logits this rank of a ``"tensor"`` stage computes; None if all."""
+        """The vocabulary entries whose logits this rank computes; None if all."""
         return None if self._cut is None else self._cut.words
 
     def _expect_pipeline(self, *_: object) -> None:

@@ -84,7 +84,9 @@ def check_tensor_parallel_degrees(model: nn.Module, plan: Plan) -> None:
     kv_heads = plan.model.num_kv_heads if plan.model is not None else 1
     degrees: set[int] = set()
     for pipeline in plan.pipelines:
-        degrees.update(len(stage.ranks) for stage in pipeline.stages if stage.inner == "tensor")
+        for stage in pipeline.stages:
+            if stage.is_tensor_parallel:
+                degrees.update(map(len, stage.token_holders))
     for degree in sorted(degrees):
         if kv_heads % degree:
             raise ModelError(

@@ -32,10 +32,10 @@ PARTIAL_STYLE = "replicated_with_grad_allreduce"
 
 
 class TensorCut:
-    """Shards the model on the ranks of a ``"tensor"`` stage.
+    """Shards the model on the ranks of a ``"tensor"`` stage, or of a tensor group.
 
     Args:
-        mesh: of the stage's ranks, with one dimension.
+        mesh: of these ranks, with one dimension.
 
     Attributes:
         words: the entries of the vocabulary whose logits this rank computes; None if another stage has the head.

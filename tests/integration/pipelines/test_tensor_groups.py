@@ -1,0 +1,120 @@
+"""Stages that share sequences between tensor groups train as one process does."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from benchmarks.proof.chance import random_parts
+from ds_hetero.gradient_sync.shards import local_tensor
+from tests.integration.pipelines.test_pipelines import (
+    HEADS,
+    LAYERS,
+    errors_against_one_process,
+    grouped_stage,
+    made_model,
+    pipeline,
+    plan_of,
+    sequence_stage,
+)
+from tests.integration.tiny import compute_in
+from tests.support import run_deepspeed
+
+PLANS = {
+    "one stage": plan_of(pipeline(2, 2, grouped_stage([0, 4], 2, [([0, 2], [3, 1], [2, 2])]))),
+    "a ring, and a pipeline without groups": plan_of(
+        pipeline(2, 2, grouped_stage([0, 4], 2, [([0], [3], [4]), ([2], [1], [4])], layout="contiguous")),
+        pipeline(1, 1, sequence_stage([4, 5], [0, 4], [1, 2], [1, 3])),
+    ),
+    "between single ranks": plan_of(
+        pipeline(
+            1, 3, {"ranks": [0], "layers": [0, 1]},
+            grouped_stage([1, 3], 2, [([1, 3], [2.5, 1], [4, 0])]), {"ranks": [5], "layers": [3, 4]},
+        ),
+    ),
+    "a group without tokens": plan_of(
+        pipeline(1, 3, {"ranks": [4, 5], "layers": [0, 1], "inner": "tensor"},
+                 grouped_stage([1, 4], 2, [([0, 2], [0, 1], [2, 2])])),
+    ),
+}  # fmt: skip
+CASES = {
+    "packed, tied": {"changes": {"tie_word_embeddings": True}, "packed": True},
+    "adapters": {"changes": {}, "lora": True},
+    "in tiles": {"changes": {}, "section": {"tile_tokens": 4}},
+}
+
+
+def errors(rank, plans, cases):
+    """By plan and case: the largest difference of a loss, a norm or a parameter; and elements that this rank holds."""
+    import ds_hetero
+
+    compute_in(torch.float64)
+    handle = ds_hetero.register()
+    found = {}
+    for name, case in itertools.product(plans, cases):
+        model = made_model(cases[case]["changes"], cases[case].get("lora", False))
+        worst, _ = errors_against_one_process(handle, plans[name], model=model, **cases[case])
+        found[name, case] = worst, sum(local_tensor(parameter).numel() for parameter in model.parameters())
+    return found
+
+
+def test_tensor_groups_train_as_one_process():
+    outcomes = run_deepspeed(errors, 6, PLANS, CASES)
+    assert max(error for of_rank in outcomes for error, _ in of_rank.values()) < 1e-12, outcomes
+    # Of two ranks of a tensor group, each holds half of the weights that are cut: all but norms.
+    whole = {name: parameter.numel() for name, parameter in made_model({}, False).named_parameters()}
+    norms = sum(number for name, number in whole.items() if "norm" in name)
+    held = [of_rank["one stage", "in tiles"][1] for of_rank in outcomes[:4]]
+    assert held == [norms + (sum(whole.values()) - norms) / 2] * 4
+
+
+def random_plan(rng, num_ranks):
+    """One or two pipelines, at least one of which has a stage of tensor groups of two or four ranks."""
+    pipelines, first = [], 0
+    while num_ranks - first >= 4:
+        size = rng.choice([size for size in (2, 4) if 2 * size <= num_ranks - first])
+        members = rng.randint(2, (num_ranks - first) // size)
+        has_stage_before = first + members * size < num_ranks and rng.random() < 0.5
+        cut = rng.randint(1, LAYERS - 1) if has_stage_before else 0
+        stages = []
+        if has_stage_before:
+            stages, first = [{"ranks": [first], "layers": [0, cut]}], first + 1
+        firsts = [first + size * member for member in range(members)]
+        rng.shuffle(firsts)
+        groups = []
+        sizes = random_parts(rng, members, rng.randint(1, min(2, members)))
+        for start, count in zip(itertools.accumulate([0, *sizes[:-1]]), sizes, strict=True):
+            ranks = firsts[start : start + count]
+            heads = [size * (share - 1) for share in random_parts(rng, HEADS // size + count, count)]
+            groups.append((ranks, [rng.choice((0, 1, 2.5)) for _ in ranks], heads))
+        groups[0][1][0] = 1
+        layout = rng.choice(("zigzag", "contiguous"))
+        stages.append(grouped_stage([cut, LAYERS], size, groups, HEADS, layout))
+        pipelines.append(pipeline(rng.randint(1, 2), rng.randint(1, 3), *stages))
+        first += members * size
+    return plan_of(*pipelines, kv_heads=HEADS)
+
+
+def random_errors(rank, world_size, seeds):
+    import ds_hetero
+
+    compute_in(torch.float64)
+    handle = ds_hetero.register()
+    worst = {}
+    for seed in seeds:
+        rng = random.Random(seed)
+        plan = random_plan(rng, world_size)
+        changes = {"num_key_value_heads": HEADS, "tie_word_embeddings": rng.random() < 0.4}
+        packed, lora = rng.random() < 0.5, rng.random() < 0.3
+        worst[seed], _ = errors_against_one_process(handle, plan, changes, packed, lora)
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(keep=1)
+@pytest.mark.parametrize("first_seed", range(0, 200, 20))
+def test_random_tensor_groups_train_as_one_process(first_seed):
+    world_size = 5 + first_seed // 20 % 4
+    outcomes = run_deepspeed(random_errors, world_size, world_size, range(first_seed, first_seed + 20), timeout_s=280)
+    assert max(error for of_rank in outcomes for error in of_rank.values()) < 1e-11, outcomes
