@@ -287,6 +287,8 @@ def main() -> int:
         return 1
     if arguments.checks != "full":
         print(f"checks: {arguments.checks}; the rest of .ci/run, and all sweeps, must have passed on this commit")
+    if untried := [version for version in supported_versions() if version not in arguments.train.split(",")]:
+        print(f"training: not tried on Python {', '.join(untried)}")
     if unfilled := unfilled_urls():
         print(f"to fill in setup.cfg before anything is published: the URLs {', '.join(unfilled)}")
     print(f"ready. Next: git tag -a v{version} -m 'ds-hetero {version}'")
