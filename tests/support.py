@@ -302,6 +302,7 @@ def _rank_main(
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         result = pickle.dumps(body(fn, rank, world_size, args, timeout_s, folder))
+        _save_coverage()
         sender.send((True, result))
         succeeded = True
     except BaseException:
@@ -314,6 +315,12 @@ def _rank_main(
         # A peer may still be connecting to this rank, and would report it as gone: `_run` ends all ranks at once.
         time.sleep(timeout_s)
     os._exit(0)  # the interpreter's own way out takes longer than most tests
+
+
+def _save_coverage() -> None:
+    """Write which lines this rank has run, under `tests.coverage_table`, before `_run` sees its result and kills it."""
+    if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
+        measured.save()
 
 
 def _in_process_group(

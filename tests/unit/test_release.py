@@ -124,6 +124,7 @@ def test_coverage_is_counted_by_room() -> None:
     assert coverage_table.table_of(rooms).splitlines()[-1] == "| all | 22 | 45 % |"
     page = "<!-- coverage -->\nold\n<!-- end of coverage -->\n"
     assert "| planner | 20 | 45 % |" in coverage_table.with_table(page, rooms)
+    assert "alone: `tests/unit`, `tests/dist`.\n\n| room" in coverage_table.with_table(page, rooms)
     assert coverage_table.percent_of_all(rooms) == 45
 
 
