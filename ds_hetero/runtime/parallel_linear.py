@@ -4,6 +4,8 @@
               all-reduce sums it for all layers with the same input: q, k and v, or both matrices into a gated MLP
     rows      each rank takes its part of the input and computes a summand of the output, which an all-reduce sums
 
+Inside a region of `ds_hetero.runtime.shared_tokens`, the ends of the region sum both, and the layers send nothing.
+
 Dimension key: b rows, L tokens, I inputs and O outputs of the whole layer, i and o of this rank's part.
 Source: Megatron-LM (arXiv:1909.08053, section 3), here with parts of unequal size.
 """
@@ -11,11 +13,54 @@ Source: Megatron-LM (arXiv:1909.08053, section 3), here with parts of unequal si
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+
+class Linears(Protocol):
+    """Runs the sharded linear layers of a model, one after the other."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether activations are sharded: a layer of columns has run, and none of rows after it."""
+
+    def leave(self) -> None:
+        """Reset the state of `is_inside`."""
+
+    def columns(self, compute: Callable[[Tensor], Tensor], x_bLI: Tensor) -> Tensor:
+        """Compute this rank's part of the output of a layer that is sharded by columns."""
+
+    def rows(self, compute: Callable[[Tensor], Tensor], x_bLi: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """Compute the output of a layer that is sharded by rows, or this rank's summand of it."""
+
+
+class SummandLinears:
+    """Runs sharded linear layers inside a region of `ds_hetero.runtime.shared_tokens`, without collectives.
+
+    Args:
+        group: of the ranks that share every layer.
+    """
+
+    is_inside = True
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._adds_bias = dist.get_rank(group) == 0
+
+    def leave(self) -> None:
+        """Do nothing: there is no state."""
+
+    def columns(self, compute: Callable[[Tensor], Tensor], x_bLI: Tensor) -> Tensor:
+        """Compute this rank's part [b, L, o] of the output. The gradient of the input is a summand."""
+        return compute(x_bLI)
+
+    def rows(self, compute: Callable[[Tensor], Tensor], x_bLi: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """Compute this rank's summand [b, L, O] of the output; the first rank adds the bias."""
+        out_bLO = compute(x_bLi)
+        return out_bLO + bias_O if bias_O is not None and self._adds_bias else out_bLO
 
 
 class ParallelLinears:

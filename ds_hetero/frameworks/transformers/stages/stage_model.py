@@ -32,9 +32,10 @@ from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.model.tiles import Tiles
 from ds_hetero.frameworks.transformers.stages.adapter_files import write_adapters
 from ds_hetero.frameworks.transformers.stages.meta import fill_parameters
+from ds_hetero.frameworks.transformers.stages.parallel_regions import partial_in_regions
 from ds_hetero.frameworks.transformers.stages.parts import Absent, parts_of, with_memory, without_memory
 from ds_hetero.frameworks.transformers.stages.stage_weights import write_stages
-from ds_hetero.frameworks.transformers.stages.tensor_cut import TensorCut, partial_parameters
+from ds_hetero.frameworks.transformers.stages.tensor_cut import TensorCut, may_share_tokens, partial_parameters
 from ds_hetero.runtime.data.shards import Entries, PlacedBatch, model_inputs
 from ds_hetero.runtime.loss import cross_entropy_sum, measure_tokens
 from ds_hetero.runtime.parallel_dropout import same_draws
@@ -98,7 +99,8 @@ class StageModel:
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
         """Shard a ``"tensor"`` stage, or one with tensor groups, whose model is on its device already."""
-        self._cut = TensorCut(self._pretrained, mesh)
+        shares_tokens = self._schedule is not None and may_share_tokens(self.model)
+        self._cut = TensorCut(self._pretrained, mesh, shares_tokens=shares_tokens)
 
     def fill(self, device: torch.device) -> None:
         """Give the parameters of a model built without weights memory and values. Raises `ModelError`."""
@@ -163,6 +165,8 @@ class StageModel:
             return frozenset()
         partial_in_decoder = partial_parameters(self._pretrained)
         ids = {id(parameter) for name, parameter in self._decoder.named_parameters() if name in partial_in_decoder}
+        if self._cut is not None and self._cut.regions is not None:
+            ids.update(id(parameter) for layer in self._layers for parameter in partial_in_regions(layer))
         return frozenset(name for name, parameter in self.parameters().items() if id(parameter) in ids)
 
     def save_pretrained(self, folder: str) -> None:

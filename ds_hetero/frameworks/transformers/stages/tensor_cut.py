@@ -6,6 +6,8 @@ ranks once for every layer that takes it.
 
 Embedding and head are sharded by words: by the rows of their weights, one for each entry of the vocabulary.
 transformers' plans do not do this: their head gathers all logits on every rank.
+
+In tensor groups, the ranks also share the tokens between attention and MLP, see `ds_hetero.runtime.shared_tokens`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ds_hetero.frameworks.transformers.model.model_checks import head_counts
+from ds_hetero.frameworks.transformers.model.model_checks import head_counts, pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.frameworks.transformers.stages.parallel_regions import ParallelRegions
 from ds_hetero.frameworks.transformers.stages.parts import Absent, parts_of
 from ds_hetero.frameworks.transformers.stages.random_draws import draws_randomly
 from ds_hetero.runtime.parallel_dropout import ParallelHeadDropout, drop_part
-from ds_hetero.runtime.parallel_linear import ParallelLinears
+from ds_hetero.runtime.parallel_linear import Linears, ParallelLinears, SummandLinears
 from ds_hetero.runtime.vocabulary import VocabularyPart, embed_part, project_to_part
 
 COLUMN_STYLE, ROW_STYLE = "colwise", "rowwise"
@@ -36,6 +39,8 @@ class TensorCut:
 
     Args:
         mesh: of these ranks, with one dimension.
+        shares_tokens: whether the ranks share the tokens of norms and residuals, too. Only for models that
+            `may_share_tokens` accepts.
 
     Attributes:
         words: the entries of the vocabulary whose logits this rank computes; None if another stage has the head.
@@ -43,10 +48,12 @@ class TensorCut:
             layer, and keeps its part, so that the ranks together drop the same values as one process.
     """
 
-    def __init__(self, pretrained: PretrainedModel, mesh: DeviceMesh) -> None:
+    def __init__(self, pretrained: PretrainedModel, mesh: DeviceMesh, *, shares_tokens: bool = False) -> None:
         self.group = mesh.get_group()
         self.draws = draws_randomly(pretrained)
-        self._plan, self._mesh, self._linears = tensor_plan_of(pretrained), mesh, ParallelLinears(self.group)
+        self.regions = ParallelRegions(self.group) if shares_tokens else None
+        self._plan, self._mesh = tensor_plan_of(pretrained), mesh
+        self._linears: Linears = ParallelLinears(self.group) if self.regions is None else SummandLinears(self.group)
         # Layers whose dropout of heads was cut. On a re-plan a layer may leave this rank, and come back later.
         self._layers_with_cut_heads = WeakSet[nn.Module]()
         self._num_heads = head_counts(pretrained)[0]
@@ -56,6 +63,9 @@ class TensorCut:
         shards: dict[int, nn.Parameter] = {}
         _cut_by_words(pretrained.get_input_embeddings(), mesh, embed_part, shards)
         self.words = _cut_by_words(pretrained.get_output_embeddings(), mesh, project_to_part, shards)
+        if self.regions is not None:
+            stage_layers = [layer for layer in getattr(decoder, layers) if not isinstance(layer, Absent)]
+            self.regions.share_between(stage_layers[0], stage_layers[-1])
 
     def cut_layer(self, layer: nn.Module, name: str) -> None:
         """Replace the parameters of a layer by this rank's shards.
@@ -78,6 +88,8 @@ class TensorCut:
             for part in layer.children():
                 self._cut_heads(part)
         self._layers_with_cut_heads.add(layer)
+        if self.regions is not None:
+            self.regions.wrap_layer(layer)
 
     def _cut_adapter_dropout(self, matrix: nn.Linear, dropout: nn.Module, style: str) -> None:
         """Let the dropout before LoRA's first matrix drop the same values of the input as in one process.
@@ -113,7 +125,7 @@ class TensorCut:
         part.forward = with_cut_heads
 
 
-def _cut_linear(module: nn.Linear, style: str, mesh: DeviceMesh, linears: ParallelLinears) -> None:
+def _cut_linear(module: nn.Linear, style: str, mesh: DeviceMesh, linears: Linears) -> None:
     """Cut a linear layer by columns or rows, and let the forward of its class run on this rank's part.
 
     torch keeps a weight as [outputs, inputs]. ``colwise`` cuts the outputs: dimension 0 of weight and bias. ``rowwise``
@@ -202,6 +214,15 @@ def partial_parameters(pretrained: PretrainedModel) -> frozenset[str]:
     plan = tensor_plan_of(pretrained)
     names = [name for name, _ in pretrained.base_model.named_parameters()]
     return frozenset(name for name in names if _style_of(name.rpartition(".")[0], plan) == PARTIAL_STYLE)
+
+
+def may_share_tokens(model: nn.Module) -> bool:
+    """Whether the ranks of a tensor group may share the tokens of norms and residuals.
+
+    Not with adapters, whose uncut matrices would add their gradient of a region's input once on every rank; nor with
+    dropout, of whose mask every rank would need its tokens' part.
+    """
+    return not getattr(model, "peft_config", None) and not draws_randomly(pretrained_of(model))
 
 
 def tensor_plan_of(pretrained: PretrainedModel) -> Mapping[str, str]:
