@@ -5,7 +5,8 @@
 
 These train alternately in the same processes: our plan, HexiScale's as described, pure sequence parallelism, the best
 uniform grids, DeepSpeed's own PipelineEngine with equal stages, and deliberately worse plans. Predictions are printed,
-too. On equal ranks, equal stages run under both engines, and on pairs of equal ranks six plans with tensor stages. Then
+too. On equal ranks, equal stages run under both engines. On pairs of equal ranks six plans with tensor stages run, and
+tensor groups with tokens by speed beside uniform grids of tensor and sequence parallelism ("tensor-groups"). Then
 the peak memory of every rank is compared with the plan's, and a rank is slowed down to 40 % during a job.
 """
 
@@ -27,7 +28,7 @@ from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.pipelines.memory import measure_memory
-from benchmarks.pipelines.plans import Candidate, Task, candidates, tensor_candidates
+from benchmarks.pipelines.plans import Candidate, Task, candidates, grouped_candidates, tensor_candidates
 from benchmarks.pipelines.replan import measure_replan
 from benchmarks.pipelines.run import Contest, measure_equal, measure_plans
 from benchmarks.pipelines.tables import show, summarize, summarize_memory, summarize_replan
@@ -61,6 +62,7 @@ CASES = {
     "memory": Case(((4.0, 3.0), (2.0, 1.0)), measure_memory, summarize_memory),
     "tensor": Case(((2.0, 2.0), (1.0, 1.0)), measure_plans, summarize, tensor_candidates, 1.0),
     "tensor-memory": Case(((2.0, 2.0), (1.0, 1.0)), measure_memory, summarize_memory, tensor_candidates),
+    "tensor-groups": Case(((2.0, 2.0), (1.0, 1.0)), measure_plans, summarize, grouped_candidates, 1.0),
     "replan": Case(((1.0,), (1.0,)), measure_replan, summarize_replan),
 }
 

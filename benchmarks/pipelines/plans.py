@@ -12,14 +12,19 @@ from ds_hetero.cluster import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.stage import DeviceBlock, PoolPart
 from ds_hetero.errors import PlanError
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator
+from ds_hetero.planner.pipeline_search.evaluate import Shape as SearchedShape
 from ds_hetero.planner.pipeline_search.finish import finish, to_plan
 from ds_hetero.planner.pipeline_search.given_layers import evaluate_with_layers
+from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 from ds_hetero.planner.pipeline_search.uniform_grids import uniform_grids
 from ds_hetero.planner.pipelines.baselines import best_sequence
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
+from ds_hetero.values.baselines import usp_meshes
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 
 OURS, HEXISCALE, SEQUENCE, GRID, EQUAL = "ours", "hexiscale", "sequence", "grid", "equal stages"
@@ -125,6 +130,36 @@ def tensor_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate
         for name, pipelines in list(plans.items())[:most]
     }
     return [_candidate(f"tensor {name}", to_plan(costs, finished)) for name, finished in judged.items()]
+
+
+def grouped_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
+    """Return a plan with tensor groups of two and tokens by speed, then uniform grids, up to ``most`` plans.
+
+    The grids share sequences evenly, between tensor groups of two ranks or between single ranks; or they are the best
+    grids of tensor-parallel stages and pipelines.
+    """
+    model = model_of(task.shape)
+    costs = CalibratedStageCosts(cluster, model, workload(task.tokens), find=ScheduleFinder())
+    goal, parts = (
+        costs.time_objective(),
+        [PoolPart(pool.kind, pool.node, len(pool.ranks)) for pool in costs.pools.pools],
+    )
+    found = Evaluator(costs, task.samples, goal)([SearchedShape((DeviceBlock.of_parts(parts, 2),), 1)])
+    if found is None:
+        raise PlanError("tensor groups do not fit into memory.")
+    ours = to_plan(costs, finish(costs, found))
+    candidates = [_candidate(OURS, ours)]
+    (pipeline,) = ours.pipelines
+    for size in (2, 1):
+        num_members = cluster.num_ranks // size
+        for mesh in usp_meshes(num_members, model.num_heads // size, model.num_kv_heads // size):
+            schedule = mesh.of_tensor_groups(range(cluster.num_ranks), size)
+            stage = replace(pipeline.stages[0], schedule=schedule, tensor_size=size)
+            grid = replace(ours, pipelines=(replace(pipeline, stages=(stage,)),), predicted=None)
+            fresh = CalibratedStageCosts(cluster, model, costs.workload)  # a cost model knows one schedule of a stage
+            judged = to_plan(fresh, judge_plan(fresh, grid, goal))
+            candidates.append(_candidate(f"{GRID} tp{size} cp{num_members} in {mesh.ring_size} groups", judged))
+    return [*candidates, *_grids(costs, goal, task)][:most]
 
 
 def equal_stages(cluster: Cluster, task: Task) -> Candidate:

@@ -16,6 +16,7 @@ from ds_hetero.common.text import rank_ranges as rank_ranges  # commands import 
 from ds_hetero.cost.model import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.values.plans.plan import SCENARIO
+from ds_hetero.values.plans.stages import inner_text
 
 if TYPE_CHECKING:
     from ds_hetero.cost.stages.stage import StageCosts
@@ -190,7 +191,7 @@ def stage_rows(costs: StageCosts, finished: Finished) -> Iterator[tuple[str, ...
         for j, block in enumerate(pipeline.blocks):
             devices = [costs.pools.kinds[part.kind].device for part in block.parts]
             names = [f"{part.size} {device.name}" for part, device in zip(block.parts, devices, strict=True)]
-            inner = "" if block.inner == "one" else f" {block.inner}"
+            inner = "" if block.inner == "one" else f" {inner_text(block.inner, block.tensor_size)}"
             yield (
                 *(pipeline_cells if j == 0 else ("", "")),  # in the first row of the pipeline only
                 str(j),

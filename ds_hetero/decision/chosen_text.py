@@ -182,7 +182,7 @@ def _pipeline_text(pipeline: Pipeline) -> str:
 
 def _stage_text(stage: Stage) -> str:
     """Return a stage: ``ranks 0-1 (tensor) layers 0-3``."""
-    ranks = f"rank {stage.ranks[0]}" if len(stage.ranks) == 1 else f"ranks {_ranges(stage.ranks)} ({stage.inner})"
+    ranks = f"rank {stage.ranks[0]}" if len(stage.ranks) == 1 else f"ranks {_ranges(stage.ranks)} ({stage.inner_text})"
     start, stop = stage.layers or (0, 0)
     return f"{ranks} layers {start}-{stop - 1}" if stop - start > 1 else f"{ranks} layer {start}"
 

@@ -190,7 +190,7 @@ def _stage_text(stage: Stage) -> str:
     """Return the text of a stage: ``ranks 0, 1 (tensor) layers 0-3``."""
     ranks_text = ", ".join(map(str, stage.ranks[:_MAX_LISTED])) + (", ..." if len(stage.ranks) > _MAX_LISTED else "")
     start, stop = stage.layers or (0, 0)
-    ranks = f"rank {ranks_text}" if len(stage.ranks) == 1 else f"ranks {ranks_text} ({stage.inner})"
+    ranks = f"rank {ranks_text}" if len(stage.ranks) == 1 else f"ranks {ranks_text} ({stage.inner_text})"
     layers = f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
     return f"{ranks} {layers}"
 

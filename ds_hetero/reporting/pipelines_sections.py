@@ -167,7 +167,7 @@ def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finishe
                     f"pipeline {number}, stage {j}",
                     ", ".join(map(str, stage.ranks)),
                     f"{len(stage.ranks)} x {', '.join(devices)}",
-                    stage.inner,
+                    stage.inner_text,
                     layers,
                     f"{pipeline.micro_batches} of {pipeline.micro_batch_size}",
                     time_text(cut.forward_s[j]),

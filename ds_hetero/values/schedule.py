@@ -181,9 +181,28 @@ class Schedule:
         """Return the same schedule in which ``ranks[r]`` takes the place of rank r; the schedule's ranks begin at 0."""
         return self._renumbered(lambda rank: ranks[rank])
 
+    def of_tensor_groups(self, ranks: Sequence[int], size: int) -> Schedule:
+        """Return the schedule of tensor groups whose first ranks run this schedule; the inverse of `column` 0.
+
+        Args:
+            ranks: ranks of all tensor groups, group by group; rank r stands for group r.
+            size: ranks of each group.
+        """
+        groups = []
+        for group in self.groups:
+            first_ranks = tuple(ranks[rank * size] for rank in group.ranks)
+            groups.append(replace(group, ranks=first_ranks, heads=tuple(heads * size for heads in group.heads)))
+        return replace(
+            self,
+            num_heads=self.num_heads * size,
+            num_kv_heads=self.num_kv_heads * size,
+            groups=tuple(groups),
+            rank_step=size,
+        )
+
     def with_places(self, ranks: Sequence[int]) -> Schedule:
         """Return the same schedule in which the index of a rank in ``ranks`` takes its place; inverse of `on_ranks`."""
-        return self._renumbered(lambda rank: ranks.index(rank))
+        return self._renumbered(lambda rank: ranks.index(rank), rank_step=1)
 
     def column(self, place: int) -> Schedule:
         """Return the schedule of the ranks at one place in their tensor groups, with their part of the heads.
@@ -204,10 +223,10 @@ class Schedule:
             groups=tuple(groups),
         )
 
-    def _renumbered(self, new_rank: Callable[[int], int]) -> Schedule:
-        """Return the same schedule with every rank replaced by ``new_rank(rank)``."""
+    def _renumbered(self, new_rank: Callable[[int], int], rank_step: int | None = None) -> Schedule:
+        """Return the same schedule with every rank replaced by ``new_rank(rank)``; None keeps ``rank_step``."""
         groups = [replace(group, ranks=tuple(map(new_rank, group.ranks))) for group in self.groups]
-        return replace(self, groups=tuple(groups))
+        return replace(self, groups=tuple(groups), rank_step=rank_step or self.rank_step)
 
     def to_dict(self) -> JsonDict:
         """Return the content of a schedule file, version 1; see docs/schedules.md."""

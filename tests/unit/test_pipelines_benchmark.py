@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.measure.contenders import Shape
-from benchmarks.pipelines.plans import Task, predicted_s, tensor_candidates
+from benchmarks.pipelines.plans import Task, grouped_candidates, predicted_s, tensor_candidates
 from benchmarks.pipelines.tables import summarize, summarize_memory
 from ds_hetero.cluster import cluster_from_dict
 
@@ -61,6 +61,31 @@ def test_plans_with_tensor_stages_hold_all_layers_and_samples():
     for each in made:  # what was predicted for the cluster of the plan, and for slower devices
         assert predicted_s(cluster, Task(shape, 64, 6), each.plan) == pytest.approx(each.predicted_s)
         assert each.predicted_s < predicted_s(half, Task(shape, 64, 6), each.plan) < 2 * each.predicted_s
+
+
+def test_tensor_groups_run_beside_uniform_grids_of_tensor_and_sequence_parallelism():
+    link = {"bandwidth_gb_per_s": 0.1, "latency_us": 100}
+    nodes = [{"name": name, "device": name, "count": 2, "link": link} for name in ("fast", "slow")]
+    devices = {
+        name: {"peak_tflops": speed, "memory_gib": 8, "memory_bandwidth_gb_per_s": 10}
+        for name, speed in (("fast", 0.02), ("slow", 0.01))
+    }
+    cluster = cluster_from_dict({"nodes": nodes, "network": link, "devices": devices})
+    shape = Shape(num_heads=12, num_kv_heads=12, head_dim=16, hidden_size=192, num_layers=4)
+    ours, *grids = grouped_candidates(cluster, Task(shape, 1024, 2), 6)
+    assert [grid.name for grid in grids[:5]] == [
+        "grid tp2 cp2 in 2 groups",
+        "grid tp2 cp2 in 1 groups",
+        "grid tp1 cp4 in 4 groups",
+        "grid tp1 cp4 in 2 groups",
+        "grid tp1 cp4 in 1 groups",
+    ]
+    (stage,) = ours.plan.pipelines[0].stages
+    tokens = stage.schedule.tokens(1024)
+    assert tokens[0] > 1.5 * tokens[2]
+    assert ours.predicted_s < min(grid.predicted_s for grid in grids)
+    for each in (ours, *grids):
+        assert predicted_s(cluster, Task(shape, 1024, 2), each.plan) > 0
 
 
 def test_the_worst_rank_counts():

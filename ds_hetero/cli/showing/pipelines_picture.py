@@ -19,6 +19,7 @@ from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
+from ds_hetero.values.plans.stages import inner_text
 
 MAX_MAKEUPS = 16  # rows that are drawn; chosen, never measured
 MAX_MICRO_BATCHES = 24  # micro-batches that the timeline shows; chosen, never measured
@@ -61,7 +62,7 @@ def _draw_pipelines(axes: Axes, costs: StageCosts, finished: Finished, rows: Seq
             stage_s = cut.forward_s[j] + cut.backward_s[j]
             colour = colour_of[kinds[block.kind].device.name]
             axes.barh(row, stage_s, left=begin_s, height=0.8, color=colour, edgecolor="white")
-            inner = "" if block.inner == "one" else f", {block.inner}"
+            inner = "" if block.inner == "one" else f", {inner_text(block.inner, block.tensor_size)}"
             text = f"{cut.layers[j]} layers\n{block.size} card{'s' if block.size > 1 else ''}{inner}"
             axes.text(begin_s + stage_s / 2, row, text, ha="center", va="center", fontsize=7, color="white")
             begin_s += stage_s + (cut.hop_s[j] if j < len(cut.hop_s) else 0.0)

@@ -9,6 +9,9 @@ n = 1), for micro-batches of b sequences of S tokens and a hidden size of H:
     ends         Embedding, head and loss are split by vocabulary. Embedding and head have an all-reduce of b S H
                  elements each, the loss one of a number and one of two numbers per token.
 
+Devices of tensor groups that share sequences have the same all-reduces, of their group's tokens, beside the times of
+their part of the model.
+
 Other modules have the rest:
 
     sequence     stages whose devices share sequences             `ds_hetero.cost.stages.sequence`
@@ -81,7 +84,7 @@ class CalibratedStageCosts(StageCosts):
         self.workload, self.inners, self.owners = workload, tuple(inners), owners
         self._find = find
         self.stage = cache(self.stage)  # type: ignore[method-assign]
-        self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
+        self._sequences = cache(self._make_sequences)  # by size of tensor groups
         self._hops = HopTimes(cluster, model, workload, self.pools)
         memory_s_per_byte = [self._memory_s_per_byte(kind) for kind in range(len(self.pools.kinds))]
         self._gradients = GradientTimes(cluster, model, workload, memory_s_per_byte)
@@ -107,7 +110,8 @@ class CalibratedStageCosts(StageCosts):
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
         micro_batch_work = replace(work, micro_batch=micro_batch_size)
         block = BlockPasses(self._devices(kind, 1), model, micro_batch_work, cut=size)
-        all_reduce_s = self._all_reduce_s(kind, size, micro_batch_size)
+        tokens = micro_batch_size * self.seq_len
+        all_reduce_s = self._all_reduce_s(kind, size, tokens)
         forward_s, backward_s = (block.alone_s() + 2 * all_reduce_s).tolist()
         if work.activation_checkpointing:
             backward_s += forward_s - all_reduce_s
@@ -120,8 +124,8 @@ class CalibratedStageCosts(StageCosts):
             forward_s=forward_s,
             backward_s=backward_s,
             first_s=all_reduce_s,
-            last_s=loss_s + all_reduce_s + self._loss_all_reduces_s(kind, size, micro_batch_size),
-            side_s=2 * device.efficiency.message_overhead_s + self._all_gather_s(kind, size, micro_batch_size),
+            last_s=loss_s + all_reduce_s + self._loss_all_reduces_s(kind, size, tokens),
+            side_s=2 * device.efficiency.message_overhead_s + self._all_gather_s(kind, size, tokens),
             capacity_bytes=device.usable_bytes,
             memory=self._memory(
                 PoolPart(kind, self.pools.largest[kind].node, size),
@@ -133,59 +137,87 @@ class CalibratedStageCosts(StageCosts):
             ),
         )
 
-    def _all_reduce_s(self, kind: int, size: int, micro_batch_size: int) -> float:
-        """Return the time of one all-reduce of a micro-batch's activations over the devices of a ``tensor`` stage."""
+    def _make_sequences(self, tensor_size: int) -> SequenceStages:
+        """Return the costs of stages that share sequences between tensor groups of this size."""
+        return SequenceStages(self.cluster, self.model, self.workload, self.pools, self._find, tensor_size)
+
+    def _all_reduce_s(self, kind: int, size: int, tokens: float) -> float:
+        """Return the time of one all-reduce of the activations of ``tokens`` over ``size`` tensor-parallel devices."""
         if size == 1:
             return 0.0
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
-        return 2 * self._all_gather_s(kind, size, micro_batch_size) - host_s
+        return 2 * self._all_gather_s(kind, size, tokens) - host_s
 
-    def _loss_all_reduces_s(self, kind: int, size: int, micro_batch_size: int) -> float:
+    def _loss_all_reduces_s(self, kind: int, size: int, tokens: float) -> float:
         """Return the time of the all-reduces of a vocabulary-parallel loss: one and two fp32 numbers per token."""
         if size == 1:
             return 0.0
         reduce = RingCollective.over(self._devices(kind, size))
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
-        tokens = micro_batch_size * self.seq_len
         return sum(2 * reduce(WIDE * numbers * tokens) + host_s for numbers in (1, 2))
 
-    def _all_gather_s(self, kind: int, size: int, micro_batch_size: int) -> float:
-        """Return the time of one all-gather of a micro-batch's activations over the devices of a ``tensor`` stage."""
+    def _all_gather_s(self, kind: int, size: int, tokens: float) -> float:
+        """Return the time of one all-gather of the activations of ``tokens`` over ``size`` tensor-parallel devices."""
         if size == 1:
             return 0.0
-        volume = micro_batch_size * self.seq_len * self.model.hidden_size * self.workload.element_bytes
+        volume = tokens * self.model.hidden_size * self.workload.element_bytes
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
         return RingCollective.over(self._devices(kind, size))(volume) + host_s
 
-    def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """Return the times and memory of devices that share sequences; each holds all parameters of the stage."""
-        shared = self.sequence.passes(parts, micro_batch_size) if "sequence" in self.inners else None
+    def mixed_stage(
+        self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int, tensor_size: int = 1
+    ) -> StageOption | None:
+        """Return the times and memory of devices that share sequences.
+
+        Each holds all parameters of the stage, or with tensor groups its part of them.
+        """
+        if not self._can_share_sequences(parts, tensor_size):
+            return None
+        shared = self._sequences(tensor_size).passes(parts, micro_batch_size)
         if shared is None:
             return None
         num_ranks = sum(part.size for part in parts)
-        num_holders = num_ranks + pipelines - 1  # other pipelines count as one holder each
+        num_holders = num_ranks // tensor_size + pipelines - 1  # other pipelines count as one holder each
         devices = [self.pools.kinds[part.kind].device for part in parts]
         side_s = 2 * max(device.efficiency.message_overhead_s for device in devices)
+        # The group whose all-reduces last longest: the others wait for it in the exchange of attention that follows.
+        groups = list(zip(parts, shared.tokens, strict=True))
+        all_reduce_s = max(self._all_reduce_s(part.kind, tensor_size, tokens) for part, tokens in groups)
+        loss_s = max(self._loss_all_reduces_s(part.kind, tensor_size, tokens) for part, tokens in groups)
+        gather_s = max(self._all_gather_s(part.kind, tensor_size, tokens) for part, tokens in groups)
+        recomputed_s = all_reduce_s if self.workload.activation_checkpointing else 0.0
         options = []
         for part, device, layer, logits in zip(parts, devices, shared.layer, shared.logits, strict=True):
             option = StageOption(
-                forward_s=shared.forward_s,
-                backward_s=shared.backward_s,
-                last_s=shared.loss_s,
-                side_s=side_s,
+                forward_s=shared.forward_s + 2 * all_reduce_s,
+                backward_s=shared.backward_s + 2 * all_reduce_s + recomputed_s,
+                first_s=all_reduce_s,
+                last_s=shared.loss_s + all_reduce_s + loss_s,
+                side_s=side_s + gather_s,
                 capacity_bytes=device.usable_bytes,
-                memory=self._memory(part, layer, logits, num_ranks, num_holders),
+                memory=self._memory(part, layer, logits, num_ranks, num_holders, cut=tensor_size),
             )
             options.append(option)
         return replace(options[0], other_parts=tuple(options[1:]))
 
-    def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
-        """Return the schedule of devices that share sequences, see `SequenceStages.schedule`."""
-        return self.sequence.schedule(parts, micro_batch_size)
+    def _can_share_sequences(self, parts: tuple[PoolPart, ...], tensor_size: int) -> bool:
+        """Whether the model runs on devices that share sequences between tensor groups of this size."""
+        if "sequence" not in self.inners:
+            return False
+        if tensor_size == 1:
+            return True
+        if "tensor" not in self.inners or self.workload.quantization is not None:
+            return False
+        has_whole_groups = all(part.size % tensor_size == 0 for part in parts)
+        return has_whole_groups and self.model.num_heads % tensor_size == self.model.num_kv_heads % tensor_size == 0
 
-    def keep_schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:
-        """Make `schedule` return a given schedule for these parts, see `SequenceStages.keep`."""
-        self.sequence.keep(parts, micro_batch_size, schedule)
+    def schedule(self, block: DeviceBlock, micro_batch_size: int) -> Schedule | None:
+        """Return the schedule of devices that share sequences, see `SequenceStages.schedule`."""
+        return self._sequences(block.tensor_size).schedule(block.parts, micro_batch_size)
+
+    def keep_schedule(self, block: DeviceBlock, micro_batch_size: int, schedule: Schedule) -> None:
+        """Make `schedule` return a given schedule for this block, see `SequenceStages.keep`."""
+        self._sequences(block.tensor_size).keep(block.parts, micro_batch_size, schedule)
 
     def _devices(self, kind: int, size: int) -> Cluster:
         """Return a cluster of ``size`` devices of one kind, on the node that has most of them."""
@@ -267,9 +299,9 @@ class CalibratedStageCosts(StageCosts):
         kinds = (block.kind, *(part.kind for part in block.others))
         if not block.others:
             return BoundarySide(kinds, 1 / block.size)
-        shared = self.sequence.passes(block.parts, micro_batch_size)
+        shared = self._sequences(block.tensor_size).passes(block.parts, micro_batch_size)
         assert shared is not None, "a stage that cannot run has no hops"
-        return BoundarySide(kinds, max(shared.tokens) / (micro_batch_size * self.seq_len))
+        return BoundarySide(kinds, max(shared.tokens) / (micro_batch_size * self.seq_len * block.tensor_size))
 
     # --- gradients
 

@@ -216,10 +216,11 @@ class GradientTimes:
         num_bounds, integers, numbers = len(self._parameters_L) + 1, [], []
         for block, start, stop in zip(blocks, starts.tolist(), stops.tolist(), strict=True):
             parameters = self._parameters_L[start:stop].sum()
+            num_slices = block.size if block.inner == "tensor" else block.tensor_size
             for part in block.parts:
                 row = part.node * num_bounds
                 integers.append((row + start, row + stop, start, stop, part.node))
-                num_slices, num_holders = (1, part.size) if block.inner == "sequence" else (part.size, 1)
+                num_holders = part.size // num_slices
                 s_per_byte = self._memory_s_per_byte[part.kind]
                 numbers.append((num_slices, num_holders, part.size, s_per_byte, parameters / num_slices))
         return _StageParts(np.array(integers).T, np.array(numbers, dtype=np.float64).T)

@@ -8,7 +8,11 @@ The *place* of a device is its number among the devices of the stage, counted pa
 leave this module have places as ranks. Example: the first part of a stage has the devices 4 and 5, the second part has
 device 1. Their places are 0, 1 and 2.
 
-Dimension key: D ranks of the stage, in ascending order of its devices.
+With tensor groups, a stage is described by the first device of each group, and by the part of the model that this
+device computes: 1 / n of the heads, columns and words for groups of n devices (`column_model`). The other devices of
+the groups do the same at the same time.
+
+Dimension key: D ranks of the stage, in ascending order of its devices; with tensor groups the first of each.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from itertools import accumulate, combinations
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.rounding import ceil_div
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.stages.stage import PoolPart, Pools
 from ds_hetero.cost.stages.stage_loss import loss_workload
@@ -56,12 +61,20 @@ class SequenceStages:
     Args:
         find: finds a schedule for devices of several pools; it returns None if there is none. Without ``find``, stages
             of several pools exist only if `keep` gave them a schedule.
+        tensor_size: devices of each tensor group; 1 for none.
     """
 
     def __init__(
-        self, cluster: Cluster, model: ModelSpec, workload: Workload, pools: Pools, find: FindSchedule | None
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        workload: Workload,
+        pools: Pools,
+        find: FindSchedule | None,
+        tensor_size: int = 1,
     ) -> None:
-        self._cluster, self._model, self._workload, self._find = cluster, model, workload, find
+        self._cluster, self._workload, self._find, self._tensor_size = cluster, workload, find, tensor_size
+        self._model = column_model(model, tensor_size)
         self._ranks_of_pool = {(pool.kind, pool.node): pool.ranks for pool in pools.pools}
         self._largest = pools.largest
         self._fixed_schedules: dict[tuple[object, ...], Schedule] = {}  # those of `keep`
@@ -91,7 +104,7 @@ class SequenceStages:
 
     def _best(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
         """Find the fastest schedule for these devices; None if none works."""
-        size = sum(part.size for part in parts)
+        size = sum(map(self._members, parts))
         if size < 2 or self._workload.seq_len < size:
             return None
         if len(parts) == 1:
@@ -121,18 +134,20 @@ class SequenceStages:
             cost = self._cost(parts, micro_batch_size, False, selective=True)
 
         share = LayerShare.of_sequence(cost.model, cost.workload, grouping, tokens_D, heads_D)
+        if not cost.workload.adapter_rank:
+            share = share._replace(residual_cut=self._tensor_size)
         memory = layer_memory(cost.model, cost.workload, share)
         loss_work = loss_workload(cost.workload)
         loss_cost = cost if loss_work == cost.workload else CalibratedCostModel(cost.cluster, cost.model, loss_work)
         logits_D = logit_bytes(cost.model, loss_work, tokens_D)
-        stops = list(accumulate(part.size for part in parts))  # first place after every part
+        stops = list(accumulate(map(self._members, parts)))  # first place after every part
 
         def largest_of_part(stop: int, size: int) -> Callable[[Bytes], float]:
             """Return a function of values per rank: the largest in the part whose ``size`` places end at ``stop``."""
             part_ranks = rank_of[stop - size : stop]
             return lambda per_rank: float(np.broadcast_to(per_rank, (len(places),))[part_ranks].max())
 
-        reductions = [largest_of_part(stop, part.size) for part, stop in zip(parts, stops, strict=True)]
+        reductions = [largest_of_part(stop, self._members(part)) for part, stop in zip(parts, stops, strict=True)]
         return SharedPass(
             forward_s=forward_s,
             backward_s=cost.block_s(grouping, tokens_D, heads_D) - forward_s,
@@ -173,16 +188,22 @@ class SequenceStages:
             selective_checkpointing=selective,
         )
         one_layer = replace(self._model, num_layers=1)
+        # The other devices of the tensor groups are not in this subset, which gets its share of NICs and switches.
         return CalibratedCostModel(self._cluster.subset(self._devices(parts)), one_layer, stage_workload)
 
     def _devices(self, parts: Sequence[PoolPart]) -> list[int]:
-        """Return the cluster's ranks for the devices of a stage, part by part.
+        """Return the cluster's ranks for the devices of a stage, part by part: the first of every tensor group.
 
         A stage of a single part gets ranks of the largest pool of its kind, since pools of one kind are equally fast.
         """
+        step = self._tensor_size
         if len(parts) == 1:
-            return list(self._largest[parts[0].kind].ranks[: parts[0].size])
-        return [rank for part in parts for rank in self._ranks_of_pool[part.kind, part.node][: part.size]]
+            return list(self._largest[parts[0].kind].ranks[: parts[0].size : step])
+        return [rank for part in parts for rank in self._ranks_of_pool[part.kind, part.node][: part.size : step]]
+
+    def _members(self, part: PoolPart) -> int:
+        """Return how many devices of a part the schedule has: one of every tensor group."""
+        return part.size // self._tensor_size
 
     def _places(self, parts: Sequence[PoolPart]) -> list[int]:
         """Return the place of every rank of the stage's cluster, whose ranks are the devices in ascending order.
@@ -199,3 +220,20 @@ class SequenceStages:
             return parts[0].kind, parts[0].size, micro_batch_size
         links = tuple(int(self._cluster.link_class[a, b]) for a, b in combinations(nodes, 2))
         return tuple((part.kind, nodes.index(part.node), part.size) for part in parts), links, micro_batch_size
+
+
+def column_model(model: ModelSpec, tensor_size: int) -> ModelSpec:
+    """Return the part of a model that each device of a tensor group computes: a part of its heads, columns and words.
+
+    Norms and the residual stream keep their width. A size that the devices cannot share equally is rounded up.
+    """
+    if tensor_size == 1:
+        return model
+    return replace(
+        model,
+        num_heads=model.num_heads // tensor_size,
+        num_kv_heads=model.num_kv_heads // tensor_size,
+        mlp_size=ceil_div(model.mlp_size, tensor_size),
+        shared_mlp_size=ceil_div(model.shared_mlp_size, tensor_size),
+        vocab_size=ceil_div(model.vocab_size, tensor_size),
+    )

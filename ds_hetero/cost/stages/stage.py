@@ -130,12 +130,13 @@ class DeviceBlock(NamedTuple):
     size: int  # number of devices of all parts together
     inner: str  # how the devices share the work, one of `ds_hetero.values.plans.INNER`
     others: tuple[PoolPart, ...] = ()  # parts of other pools; only with ``"sequence"``
+    tensor_size: int = 1  # devices of each tensor group, which share its tokens; more than 1 only with ``"sequence"``
 
     @classmethod
-    def of_parts(cls, parts: Sequence[PoolPart]) -> DeviceBlock:
-        """Make a block of several pools' devices, which share sequences."""
+    def of_parts(cls, parts: Sequence[PoolPart], tensor_size: int = 1) -> DeviceBlock:
+        """Make a block of several pools' devices, which share sequences. Every part is cut into whole tensor groups."""
         first, *others = sorted(parts)
-        return cls(first.kind, first.node, sum(part.size for part in parts), "sequence", tuple(others))
+        return cls(first.kind, first.node, sum(part.size for part in parts), "sequence", tuple(others), tensor_size)
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
@@ -297,8 +298,8 @@ class StageCosts(ABC):
 
     def of_block(self, block: DeviceBlock, micro_batch_size: int, pipelines: int) -> StageOption | None:
         """Return the times and memory of a block; None if it cannot run a stage at all. See `stage`."""
-        if block.others:
-            return self.mixed_stage(block.parts, micro_batch_size, pipelines)
+        if block.others or block.tensor_size > 1:
+            return self.mixed_stage(block.parts, micro_batch_size, pipelines, block.tensor_size)
         return self.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
 
     @abstractmethod
@@ -313,23 +314,26 @@ class StageCosts(ABC):
             pipelines: number of pipelines of the plan, whose ranks share the optimizer state.
         """
 
-    def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
+    def mixed_stage(
+        self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int, tensor_size: int = 1
+    ) -> StageOption | None:
         """Return times and memory of a stage whose devices share each sequence; None if they cannot run it.
 
-        The devices may be of several pools. The other arguments are those of `stage`. This base class has no such
-        stages, and always returns None.
+        The devices may be of several pools, each with whole tensor groups of ``tensor_size`` devices. The other
+        arguments are those of `stage`. This base class has no such stages, and always returns None.
         """
         return None
 
-    def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
+    def schedule(self, block: DeviceBlock, micro_batch_size: int) -> Schedule | None:
         """Return the schedule of a stage whose devices share each sequence; None if no schedule works.
 
-        The schedule numbers the devices part by part: rank 0 is the first device of the first part.
+        The schedule numbers the devices part by part: rank 0 is the first device of the first part. With tensor groups
+        it is that of the first devices of all groups, numbered 0, 1 and so on, with their part of the heads.
         """
         return None
 
-    def keep_schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:  # noqa: B027
-        """Make `schedule` return this schedule for these parts. Raises `PlanError` if they have another one."""
+    def keep_schedule(self, block: DeviceBlock, micro_batch_size: int, schedule: Schedule) -> None:  # noqa: B027
+        """Make `schedule` return this schedule for the block. Raises `PlanError` if it has another one."""
 
     def kept_in_flight(self, in_flight: int) -> int:
         """Return how many of ``in_flight`` micro-batches count as activation memory; HexiScale's paper counts one."""

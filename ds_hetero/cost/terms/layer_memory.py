@@ -47,6 +47,7 @@ class LayerShare(NamedTuple):
     in_ring: bool = False  # whether KV blocks of other groups visit
     copied: Bytes = 0.0  # 1 if an all-to-all copies attention's output on its way to the output projection, else 0
     cut: int = 1  # ranks that shard the layer's matmuls by heads and columns; norms and residuals are not sharded
+    residual_cut: int = 1  # ranks that share the tokens of norms and residuals, see `ds_hetero.runtime.shared_tokens`
 
     @classmethod
     def of_sequence(
@@ -122,6 +123,8 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
                             last; if an all-to-all has copied them, also q, k, v and the output before and after it
         frozen weights      no normalized tokens, since no gradient needs them
         adapter             its narrow tokens and the input of its matmul, which frozen weights do not need
+        tensor group        of norms and of the layer's input the rank's part of the tokens, but outputs of norms of all
+                            tokens, which matmuls need
 
     The backward of an MLP allocates gradients of its inner activations and of one of its matrices; if tiled, gradients
     of all its matrices. The backward of the norm before a tiled MLP allocates `_NORM_COPIES` copies of the tokens in
@@ -150,7 +153,11 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
         received = element * head_dim * 2 * share.visited
         kept = element * head_dim * share.rows + received + log_sum_exp + exchanged * share.copied
     recurrent_layer = tokens * (token.norm + token.mlp_saved + _recurrent_bytes(model, element))
-    saved, all_layers_saved = _largest_and_all(model, attention_layer, recurrent_layer, tokens * token.mlp_saved)
+    mlp_saved = tokens * token.mlp_saved
+    if share.residual_cut > 1:
+        on_other_ranks = tokens * (1 - 1 / share.residual_cut) * (token.norm - element * hidden)  # of one norm
+        attention_layer, mlp_saved = attention_layer - 2 * on_other_ranks, mlp_saved - on_other_ranks
+    saved, all_layers_saved = _largest_and_all(model, attention_layer, recurrent_layer, mlp_saved)
     if model.dense_layers:  # so far all layers count as the larger kind
         less_with_experts = (model.num_mlps - model.dense_layers) * (token.mlp_saved - with_experts.mlp_saved)
         less_dense = model.dense_layers * (token.mlp_saved - dense.mlp_saved)
@@ -169,10 +176,10 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     partial_results = WIDE * share.rows
     packed = element * (model.num_heads + 2 * model.num_kv_heads) * head_dim * share.copied
     return LayerMemory(
-        input_bytes=element * tokens * hidden,
+        input_bytes=element * tokens * hidden / share.residual_cut,
         kept_bytes=kept,
         saved_bytes=saved,
-        mlp_saved_bytes=tokens * token.mlp_saved,
+        mlp_saved_bytes=mlp_saved,
         mlp_grad_bytes=mlp_grad,
         weight_grad_bytes=weight_grad,
         ring_buffers=head_dim * (kv_blocks + partial_results) * share.in_ring,

@@ -116,7 +116,7 @@ class LayerCuts:
         )
         if min(room) < 1 or sum(room) < num_layers:
             return ()
-        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in blocks)
+        kinds = tuple(block._replace(node=0) for block in blocks)
         key = kinds, tuple(costs.cluster.link_class_alike[link] for link in links), micro_batch_size, room
         if key not in self._by_kinds:
             self.num_solved += 1

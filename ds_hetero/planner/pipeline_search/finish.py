@@ -47,7 +47,7 @@ class Finished:
         """Indices of the pipelines, grouped by equal kinds of devices, layers and micro-batches."""
         indices: dict[object, list[int]] = {}
         for i, pipeline in enumerate(self.candidate.placed):
-            kinds = tuple((block.kind, block.size, block.inner, block.others) for block in pipeline.blocks)
+            kinds = tuple(block._replace(node=0) for block in pipeline.blocks)
             batches = pipeline.layers, pipeline.micro_batch_size, pipeline.micro_batches
             indices.setdefault((kinds, *batches), []).append(i)
         return list(indices.values())
@@ -198,6 +198,7 @@ def _to_pipeline(
             ranks=tuple(sorted(ranks[j])),
             layers=(first_layers[j], first_layers[j + 1]),
             inner=block.inner,
+            tensor_size=block.tensor_size,
             schedule=_schedule(costs, pipeline.micro_batch_size, block, ranks[j]),
             in_flight=in_flight[j] if in_flight[j] != default[j] else None,
         )
@@ -224,9 +225,9 @@ def _schedule(costs: StageCosts, micro_batch_size: int, block: DeviceBlock, rank
     """Return the schedule of a stage that shares sequences, on the stage's ranks; None for other stages."""
     if block.inner != "sequence":
         return None
-    schedule = costs.schedule(block.parts, micro_batch_size)
+    schedule = costs.schedule(block, micro_batch_size)
     assert schedule is not None
-    return schedule.on_ranks(ranks)
+    return schedule.of_tensor_groups(ranks, block.tensor_size)
 
 
 def _owner_weights(

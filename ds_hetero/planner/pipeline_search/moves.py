@@ -92,7 +92,7 @@ def _makeup(shape: Shape) -> Makeup:
     makeup: list[tuple[object, ...]] = []
     for block in shape.blocks:
         other_parts = [(part.kind, part.size) for part in block.others]
-        makeup.append((block.kind, block.size, block.inner, *other_parts))
+        makeup.append((block.kind, block.size, block.inner, block.tensor_size, *other_parts))
     return tuple(makeup)
 
 

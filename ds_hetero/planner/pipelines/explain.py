@@ -13,13 +13,14 @@ from ds_hetero.planner.pipeline_search.blocks import block_of
 from ds_hetero.planner.pipeline_search.cuts import LayerCut
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
 from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
+from ds_hetero.values.plans.stages import inner_text
 
 CLOSE = 0.02  # a stage or link whose time is within 2 % of the period is named as its cause; chosen, never measured
 
 
 def block_text(costs: StageCosts, block: DeviceBlock) -> str:
     """Describe a block: ``2 RTX-4090 on b (tensor)``, ``1 A100 on a + 1 V100 on b (sequence)``."""
-    inner = "" if block.inner == "one" else f" ({block.inner})"
+    inner = "" if block.inner == "one" else f" ({inner_text(block.inner, block.tensor_size)})"
     kinds, nodes = costs.pools.kinds, costs.cluster.nodes
     parts = [f"{part.size} {kinds[part.kind].device.name} on {nodes[part.node].name}" for part in block.parts]
     return f"{' + '.join(parts)}{inner}"

@@ -19,6 +19,7 @@ from ds_hetero.planner.pipeline_search.given_layers import evaluate_with_layers
 from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 from ds_hetero.planner.pipelines.explain import block_text, memory_text
 from ds_hetero.values.plans import Plan, Stage
+from ds_hetero.values.plans.stages import Ranks
 
 
 def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
@@ -65,10 +66,11 @@ def _block(where: str, stage: Stage, pools: Pools) -> DeviceBlock:
     Args:
         where: place of the stage in the plan, for the error.
     """
-    if stage.tensor_size > 1:
+    if any(len({pools.of_rank[rank] for rank in holders}) > 1 for holders in _tensor_groups(stage)):
         raise PlanError(
-            f"{where} has tensor groups of {stage.tensor_size} ranks, which train, but have no cost model yet: their "
-            "time and memory cannot be predicted. Start the job without a prediction, or give the stage another inner."
+            f"{where} has tensor groups {[list(holders) for holders in _tensor_groups(stage)]}, one of which spans "
+            "devices of several kinds or nodes. Their time is predicted for equal devices of one node: give each group "
+            "ranks of one node and kind."
         )
     counts = Counter(pools.of_rank[rank] for rank in stage.ranks)
     if len(counts) > 1 and stage.inner != "sequence":
@@ -78,9 +80,16 @@ def _block(where: str, stage: Stage, pools: Pools) -> DeviceBlock:
             'of one node and kind, or inner "sequence".'
         )
     if len(counts) > 1:
-        return DeviceBlock.of_parts([PoolPart(pool.kind, pool.node, count) for pool, count in counts.items()])
+        parts = [PoolPart(pool.kind, pool.node, count) for pool, count in counts.items()]
+        return DeviceBlock.of_parts(parts, stage.tensor_size)
     (pool,) = counts
-    return DeviceBlock(pool.kind, pool.node, len(stage.ranks), stage.inner if len(stage.ranks) > 1 else "one")
+    inner = stage.inner if len(stage.ranks) > 1 else "one"
+    return DeviceBlock(pool.kind, pool.node, len(stage.ranks), inner, tensor_size=stage.tensor_size)
+
+
+def _tensor_groups(stage: Stage) -> tuple[Ranks, ...]:
+    """Return the ranks of every tensor group of a stage; none without tensor groups."""
+    return stage.token_holders if stage.tensor_size > 1 else ()
 
 
 def judge_given(
@@ -159,9 +168,10 @@ def _use_schedules_of(plan: Plan, costs: StageCosts, placed: Sequence[PlacedPipe
 
     for pipeline, placed_pipeline in zip(plan.pipelines, placed, strict=True):
         for stage, block in zip(pipeline.stages, placed_pipeline.blocks, strict=True):
-            if stage.schedule is not None and block.size > 1:
-                schedule = stage.schedule.with_places(sorted(stage.ranks, key=pool_by_pool))
-                costs.keep_schedule(block.parts, placed_pipeline.micro_batch_size, schedule)
+            schedule = stage.schedule_of(stage.token_holders[0][0])  # that of the first ranks of tensor groups
+            if schedule is not None and block.size > 1:
+                places = schedule.with_places(sorted(schedule.ranks, key=pool_by_pool))
+                costs.keep_schedule(block, placed_pipeline.micro_batch_size, places)
 
 
 def with_owners_of(costs: StageCosts, plan: Plan) -> StageCosts:

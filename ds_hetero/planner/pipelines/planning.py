@@ -27,6 +27,7 @@ from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate,
 from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
 from ds_hetero.planner.pipeline_search.search import Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
+from ds_hetero.planner.pipeline_search.tensor_groups import shapes_with_tensor_groups
 from ds_hetero.planner.pipelines.baselines import best_grid, best_sequence, predicted_step_s
 from ds_hetero.planner.pipelines.explain import nothing_fits, reasons_of
 from ds_hetero.planner.pipelines.published_starts import published_starts
@@ -201,11 +202,32 @@ def _search_all(
         finalists += _finalists(outcome, task.objective)
     for start in starts:
         finalists += [_finalist(start.costs, task.objective, plan) for plan in start.plans]
+    if not interrupted:
+        finalists += _with_tensor_groups(models, task, [finalist.finished.candidate for finalist in finalists])
     any_interrupted = interrupted or any(outcome.result.interrupted for outcome in outcomes)
     has_published_starts = any(start.plans for start in starts)
     reasons = ("the search began also at plans of published planners",) if has_published_starts else ()
     num_evaluated = sum(outcome.result.num_evaluated for outcome in outcomes)
     return _Outcome(finalists, any_interrupted, num_evaluated, reasons)
+
+
+def _with_tensor_groups(
+    models: Sequence[StageCosts], task: _Task, plans: Sequence[PlanCandidate]
+) -> Iterator[_Finalist]:
+    """Yield the best plan with tensor groups under each cost model, if one fits; see `shapes_with_tensor_groups`.
+
+    Args:
+        plans: good plans without tensor groups.
+    """
+    for costs in models:
+        evaluate = Evaluator(costs, task.global_batch, task.objective)
+        candidates = []
+        for shapes in shapes_with_tensor_groups(costs, plans, task.sizes):
+            candidate = evaluate(shapes) if can_be_placed(costs.pools, [shape.blocks for shape in shapes]) else None
+            if candidate is not None:
+                candidates.append(candidate)
+        if candidates:
+            yield _finalist(costs, task.objective, min(candidates, key=lambda candidate: candidate.value))
 
 
 def _published_finalists(name: str, models: Sequence[StageCosts], task: _Task) -> list[_Finalist]:

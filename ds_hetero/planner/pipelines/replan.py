@@ -21,7 +21,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.pipeline_search.blocks import cut_pool
+from ds_hetero.planner.pipeline_search.blocks import block_of, cut_pool
 from ds_hetero.planner.pipeline_search.cuts import LayerCuts
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, Shape, Shapes, value_of
 from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
@@ -212,8 +212,10 @@ def _remains(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[list[_
             inner = stage.inner if stage.inner != "one" and len(survivors_by_pool) == 1 else "tensor"
             for pool, devices in survivors_by_pool.items():
                 # A stage that lost no device stays one block; other stages are cut into powers of two.
-                size = devices if devices == len(stage.ranks) else _power(devices)
-                blocks += cut_pool(pool, devices, size, inner)
+                if devices == len(stage.ranks):
+                    blocks.append(block_of(pool, devices, inner)._replace(tensor_size=stage.tensor_size))
+                else:
+                    blocks += cut_pool(pool, devices, _power(devices), inner)
         if not blocks:
             continue
         num_devices = sum(block.size for block in blocks)
@@ -318,9 +320,9 @@ def _parts_by_layer(plan: Plan, num_layers: int) -> list[dict[int, _LayerPart]]:
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             start, stop = stage.layers or (0, num_layers)
-            num_parts = len(stage.ranks) if stage.inner == "tensor" else 1
-            for i, rank in enumerate(stage.ranks):
-                index = i if num_parts > 1 else 0
+            for rank in stage.ranks:
+                sharers = stage.holders_with(rank) if stage.is_tensor_parallel else (rank,)
+                index, num_parts = sharers.index(rank), len(sharers)
                 for layer in range(start, stop):
                     parts[layer][rank] = _LayerPart(index / num_parts, (index + 1) / num_parts)
     return parts

@@ -67,6 +67,11 @@ class Stage:
         return self.inner == "tensor" or self.tensor_size > 1
 
     @property
+    def inner_text(self) -> str:
+        """How the ranks share the stage's work, for people, see `inner_text`."""
+        return inner_text(self.inner, self.tensor_size)
+
+    @property
     def token_holders(self) -> tuple[Ranks, ...]:
         """Ranks that hold the same tokens as one another; each tuple ascending.
 
@@ -113,6 +118,11 @@ class Pipeline:
         """Return how many micro-batches the stage with this index may have in flight, by default as under 1F1B."""
         in_flight = self.stages[stage].in_flight
         return len(self.stages) - stage if in_flight is None else in_flight
+
+
+def inner_text(inner: str, tensor_size: int) -> str:
+    """Say how the ranks of a stage share its work: ``tensor``, ``sequence between tensor groups of 2``."""
+    return inner if tensor_size == 1 else f"{inner} between tensor groups of {tensor_size}"
 
 
 def batches_of(pipeline: Pipeline) -> JsonDict:

@@ -182,5 +182,5 @@ def test_layers_that_cannot_move_are_refused():
     with pytest.raises(ConfigError, match=r"buffers \(model.layers.1.scale\)"):
         expect_movable(model, plan)
     grouped = read_plan(PLANS["tensor groups and a single stage"])
-    with pytest.raises(ConfigError, match="no cost model yet"):
+    with pytest.raises(ConfigError, match="share their tokens from the first"):
         expect_movable(made_model({}, False), grouped)

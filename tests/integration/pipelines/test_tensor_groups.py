@@ -46,7 +46,8 @@ CASES = {
 
 
 def errors(rank, plans, cases):
-    """By plan and case: the largest difference of a loss, a norm or a parameter; and elements that this rank holds."""
+    """By plan and case: the largest difference of a loss, a norm or a parameter, elements that this rank holds, and the
+    tokens of its first norm in the first forward."""
     import ds_hetero
 
     compute_in(torch.float64)
@@ -54,19 +55,26 @@ def errors(rank, plans, cases):
     found = {}
     for name, case in itertools.product(plans, cases):
         model = made_model(cases[case]["changes"], cases[case].get("lora", False))
+        tokens = []
+        norm = next(module for module in model.modules() if "RMSNorm" in type(module).__name__)
+        norm.register_forward_pre_hook(lambda _, args, tokens=tokens: tokens.append(args[0].shape[1]))
         worst, _ = errors_against_one_process(handle, plans[name], model=model, **cases[case])
-        found[name, case] = worst, sum(local_tensor(parameter).numel() for parameter in model.parameters())
+        held = sum(local_tensor(parameter).numel() for parameter in model.parameters())
+        found[name, case] = worst, held, tokens[0] if tokens else 0
     return found
 
 
 def test_tensor_groups_train_as_one_process():
     outcomes = run_deepspeed(errors, 6, PLANS, CASES)
-    assert max(error for of_rank in outcomes for error, _ in of_rank.values()) < 1e-12, outcomes
+    assert max(error for of_rank in outcomes for error, *_ in of_rank.values()) < 1e-12, outcomes
     # Of two ranks of a tensor group, each holds half of the weights that are cut: all but norms.
     whole = {name: parameter.numel() for name, parameter in made_model({}, False).named_parameters()}
     norms = sum(number for name, number in whole.items() if "norm" in name)
     held = [of_rank["one stage", "in tiles"][1] for of_rank in outcomes[:4]]
     assert held == [norms + (sum(whole.values()) - norms) / 2] * 4
+    # 24 tokens are 18 and 6 of the two groups. Their ranks share them in norms, but not where adapters are trained.
+    assert [of_rank["one stage", "in tiles"][2] for of_rank in outcomes[:4]] == [9, 9, 3, 3]
+    assert [of_rank["one stage", "adapters"][2] for of_rank in outcomes[:4]] == [18, 18, 6, 6]
 
 
 def random_plan(rng, num_ranks):

@@ -92,7 +92,9 @@ def test_stages_that_share_sequences_count_adapters_as_their_schedule_does():
     option = costs.stage(3, 2, "sequence", 1, 1)
     part = PoolPart(3, costs.pools.largest[3].node, 2)
     shared = CalibratedCostModel(CLUSTER.subset(costs.pools.largest[3].ranks[:2]), MODEL, work)
-    assert option.layer_s == pytest.approx(shared.block_s(*shared.arrays(costs.schedule((part,), 1))), 1e-9)
+    assert option.layer_s == pytest.approx(
+        shared.block_s(*shared.arrays(costs.schedule(DeviceBlock.of_parts([part]), 1))), 1e-9
+    )
 
 
 def test_tensor_stages_share_adapters_and_never_quantized_weights():

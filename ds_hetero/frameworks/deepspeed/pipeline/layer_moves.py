@@ -54,12 +54,13 @@ def expect_movable(stage_model: nn.Module, plan: Plan) -> None:
 
     Raises:
         ConfigError: they have buffers, or weights of 4 bits, whose constants are no parameters; or the plan has tensor
-            groups, for which no better plan can be predicted.
+            groups, whose ranks share tokens from the first layer of the stage to its last one.
     """
     if any(stage.tensor_size > 1 for pipeline in plan.pipelines for stage in pipeline.stages):
         raise ConfigError(
-            '"replan.enabled" cannot move the layers of a plan with "tensor_size": stages with tensor groups have no '
-            'cost model yet, so that no better plan is found. Leave "replan" out.'
+            '"replan.enabled" cannot move the layers of a plan with "tensor_size": the ranks of a tensor group share '
+            "their tokens from the first to the last layer of their stage, and these would be others. Leave "
+            '"replan" out, or start the job again with another plan: checkpoints load under any plan.'
         )
     if packed := next(packed_names(stage_model), None):
         raise ConfigError(

@@ -39,7 +39,7 @@ def found():
 def test_devices_share_a_sequence_by_their_speed():
     costs = CalibratedStageCosts(TWO_NODES, MODEL, WORK, find=ScheduleFinder())
     parts = (PoolPart(0, 0, 2), PoolPart(1, 0, 2))
-    schedule = costs.sequence.schedule(parts, 1)
+    schedule = costs.schedule(DeviceBlock.of_parts(parts), 1)
     tokens = schedule.tokens(WORK.seq_len)
     assert min(tokens[0], tokens[1]) > 1.5 * max(tokens[2], tokens[3])
     option = costs.mixed_stage(parts, 1, 1)
@@ -53,7 +53,7 @@ def test_devices_share_a_sequence_by_their_speed():
 def test_a_schedule_does_not_depend_on_the_node():
     costs = CalibratedStageCosts(TWO_NODES, MODEL, WORK, find=ScheduleFinder())
     here, there = ((PoolPart(0, node, 2), PoolPart(1, node, 2)) for node in (0, 1))
-    assert costs.sequence.schedule(here, 1) == costs.sequence.schedule(there, 1)
+    assert costs.schedule(DeviceBlock.of_parts(here), 1) == costs.schedule(DeviceBlock.of_parts(there), 1)
     assert costs.mixed_stage(here, 1, 2) == costs.mixed_stage(there, 1, 2)
 
 
@@ -111,10 +111,10 @@ def test_a_worse_schedule_in_the_file_is_predicted_as_worse(found):
 def test_equal_stages_with_different_schedules_are_refused(found):
     costs = CalibratedStageCosts(TWO_NODES, MODEL, WORK, find=ScheduleFinder())
     parts = (PoolPart(0, 0, 2), PoolPart(1, 0, 2))
-    schedule = costs.sequence.schedule(parts, 1)
-    costs.sequence.keep(parts, 1, schedule)
+    schedule = costs.schedule(DeviceBlock.of_parts(parts), 1)
+    costs.keep_schedule(DeviceBlock.of_parts(parts), 1, schedule)
     with pytest.raises(PlanError, match="different schedules"):
-        costs.sequence.keep(parts, 1, schedule.on_ranks((1, 0, 2, 3)))
+        costs.keep_schedule(DeviceBlock.of_parts(parts), 1, schedule.on_ranks((1, 0, 2, 3)))
 
 
 def test_a_device_of_such_a_stage_may_be_lost(found):
