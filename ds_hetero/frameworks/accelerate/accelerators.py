@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import (
     DeepSpeedSequenceParallelConfig,
     DistributedType,
@@ -74,7 +74,7 @@ def _with_parallelism(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def size_of_accelerate() -> int | None:
     """Return the sequence-parallel size of accelerate's configuration; None without sequence parallelism."""
-    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    parallelism = getattr(AcceleratorState(), "parallelism_config", None) if is_initialized() else None
     if parallelism is None or parallelism.sp_size == 1:
         return None
     return int(parallelism.sp_size)

@@ -12,8 +12,6 @@ PRIVATE_NAMES = (
     "accelerate.data_loader:DataLoaderShard",
     "accelerate.data_loader:IterableDatasetShard",
     "accelerate.scheduler:AcceleratedScheduler.step",
-    "accelerate.state:AcceleratorState._shared_state",
-    "accelerate.state:PartialState._shared_state",
 )
 """``module:attribute`` or ``module:Class.attribute``; `ds_hetero.registration` checks that they exist."""
 

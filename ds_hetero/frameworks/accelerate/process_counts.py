@@ -80,5 +80,6 @@ def steps_of_replicas(objects: tuple[Any, ...], sp_size: int) -> Iterator[None]:
 
 def set_accelerate_state(**values: Any) -> None:
     """Set attributes of `accelerate.state.PartialState` and `accelerate.state.AcceleratorState`, which must agree."""
-    PartialState._shared_state.update(values)
-    AcceleratorState._shared_state.update(values)
+    for name, value in values.items():
+        setattr(PartialState(), name, value)
+    AcceleratorState()  # every instance is the same state, and a new one takes over what PartialState has

@@ -84,13 +84,13 @@ def install(patches: Patches) -> None:
 
 def keep_attention_function(name: str) -> Callable[[], None]:
     """Return a function that restores the attention function which is now registered under ``name``."""
-    registered = ALL_ATTENTION_FUNCTIONS._local_mapping
-    former = registered.get(name)
+    former, of_class = ALL_ATTENTION_FUNCTIONS.get(name), AttentionInterface().get(name)
 
     def restore() -> None:
-        registered.pop(name, None)
-        if former is not None:
-            registered[name] = former
+        if former is not of_class:
+            ALL_ATTENTION_FUNCTIONS[name] = former
+        elif ALL_ATTENTION_FUNCTIONS.get(name) is not AttentionInterface().get(name):
+            del ALL_ATTENTION_FUNCTIONS[name]  # goes back to the function of the class
 
     return restore
 

@@ -48,8 +48,6 @@ PRIVATE_NAMES = (
     "transformers:PreTrainedModel._init_weights",
     "transformers:PretrainedConfig._attn_implementation",
     "transformers.configuration_utils:PretrainedConfig._experts_implementation",
-    "transformers.integrations.moe:ExpertsInterface._global_mapping",
-    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping",
     "transformers.trainer:deepspeed_load_checkpoint",
     "transformers.trainer:skip_first_batches",
     *(f"transformers.masking_utils:{name}" for name in MASK_PARTS),

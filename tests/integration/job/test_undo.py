@@ -5,7 +5,9 @@ Budget: 20 s.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import json
 import sys
 import threading
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests.framework_surface import listed_names
 from tests.integration.tiny import UNEVEN_2, adam, batches, ds_config, llama
 from tests.support import run_deepspeed
 
@@ -52,16 +55,37 @@ def _code(value: Any) -> types.CodeType | None:
     return value.__code__
 
 
-def _codes() -> dict[str, types.CodeType]:
-    """The code of every function of the frameworks, by its owner and name."""
+def _is_ours(value: Any) -> bool:
+    code = _code(value)
+    return code is not None and OURS in code.co_filename
+
+
+def _values() -> dict[str, Any]:
+    """All functions, methods, properties and classes of the frameworks, by owner and name, and each of a registry."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
+
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names that are deprecated, and looked at
         for owner_name, owner in _owners():
             for name, value in list(vars(owner).items()):
-                code = _code(value)
-                if code is not None:
-                    found[f"{owner_name}.{name}"] = code
+                if callable(value) or isinstance(value, classmethod | staticmethod | property):
+                    found[f"{owner_name}.{name}"] = value
+    for registry in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
+        found |= {f"{registry.__name__}[{name!r}]": value for name, value in registry().items()}
+    return found
+
+
+def _replaced_on_record() -> dict[str, Any]:
+    """Values of all names on the lists, private functions and attributes of classes, as their owners hold them."""
+    found = {}
+    for name in listed_names():
+        module, _, path = name.partition(":")
+        *owners, last = path.split(".")
+        with contextlib.suppress(ImportError, AttributeError):
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
+            found[name] = getattr(owner, "__dict__", {}).get(last)
     return found
 
 
@@ -75,20 +99,20 @@ def _undone(rank: int) -> tuple[list[str], list[str], list[str], list[str]]:
     torch._C._distributed_c10d._dump_nccl_trace_json = lambda *args: json.dumps({})  # type: ignore[attr-defined]
     model = llama()
     deepspeed.init_distributed()
-    before, during = _codes(), {}
+    before, during = _values() | _replaced_on_record(), {}
     for step in range(2):  # a second registration finds all as the first one did
         handle = ds_hetero.register()
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=ds_config(step + 1, UNEVEN_2))
         for batch in handle.dataloader(batches(1)):
             engine.backward(engine(**batch).loss)
             engine.step()
-        during = _codes()
+        during = _values()
         engine.destroy()
         handle.undo()
         model = llama()
-    after = _codes()
-    ours = [sorted(name for name, code in codes.items() if OURS in code.co_filename) for codes in (during, after)]
-    changed = sorted(name for name, code in before.items() if name in after and after[name] is not code)
+    after = _values() | _replaced_on_record()
+    ours = [sorted(name for name, value in values.items() if _is_ours(value)) for values in (during, after)]
+    changed = sorted(name for name, value in before.items() if after.get(name) is not value)
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("ds_hetero")]
     return ours[0], ours[1], changed, threads
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ds_hetero.engine.forward_mode import forward_mode
 from ds_hetero.engine.patching import Patches
@@ -44,8 +44,8 @@ _WHOLE_FORWARD = (
 
 def install(patches: Patches) -> None:
     """Register the function with transformers."""
-    ExpertsInterface.register(NAME, _run_experts)
-    patches.on_undo(lambda: ExpertsInterface._global_mapping.pop(NAME))
+    ALL_EXPERTS_FUNCTIONS[NAME] = _run_experts
+    patches.on_undo(lambda: ALL_EXPERTS_FUNCTIONS.pop(NAME))
 
 
 class ExpertLayer:
