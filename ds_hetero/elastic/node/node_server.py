@@ -64,8 +64,7 @@ from ds_hetero.elastic.segments import (
 )
 
 SILENCE_S = 6.0  # time after which a silent agent counts as lost; agents send a heartbeat every second
-_MAX_LOGGED_EVENTS = 1000
-_MAX_EVENTS_IN_STATUS = 50
+_MAX_EVENTS = 50  # latest events that are kept, and sent by `do_status`; older ones nobody can ask for
 _SPARES_PERIOD_S = 5.0  # between two attempts to reserve pages for small files
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class NodeServer:
         self.token = token
         self.memory_bytes = memory_bytes
         self.rounds = Rounds(replace(rules, searches=True))
-        self.events: deque[Message] = deque(maxlen=_MAX_LOGGED_EVENTS)
+        self.events: deque[Message] = deque(maxlen=_MAX_EVENTS)
         self.has_ended = threading.Event()
         self._lock = threading.RLock()  # of the rounds
 
@@ -275,8 +274,7 @@ class NodeServer:
                 "is_waited_for": rounds.is_waited_for,
             }
         segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
-        events = list(self.events)[-_MAX_EVENTS_IN_STATUS:]
-        wire.send({**status, "free_bytes": self.free_bytes(), "segments": segments, "events": events})
+        wire.send({**status, "free_bytes": self.free_bytes(), "segments": segments, "events": list(self.events)})
 
     def do_come(self, wire: Wire, request: Message) -> None:
         """Redirect agents that wait here for a first round to the node server that serves the job's rounds."""

@@ -1,6 +1,7 @@
 """Node servers over real sockets of this machine, each in a thread."""
 
 import contextlib
+import gc
 import socket
 import subprocess
 import sys
@@ -72,6 +73,34 @@ def test_segments_are_put_over_one_connection_listed_and_fetched(node_servers, t
     put(wire, "from-a-A.seg", header, memoryview(b"newer"))
     assert read_header(two.place.folder / "from-a-A.seg").save.step == 6
     wire.close()
+
+
+def test_saves_and_events_leave_nothing_in_use(node_servers):
+    """Resident memory may grow until Python's lists of free tuples are full; a collection empties them."""
+    node_server, address = node_servers()
+    wire = connect(*address, TOKEN_BYTES, 20)
+    content = memoryview(bytes(1000))
+
+    def save(first_step, num_saves):
+        for step in range(first_step, first_step + num_saves):
+            header = _signed(content, job="job", model="m", save=replace(SAVE, step=step), rank=0)
+            put(wire, f"from-a-{'AB'[step % 2]}.seg", header, content)
+            node_server.do_event(_Deaf(), {"event": {"kind": "commit", "step": step}})
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    num_saves = 400
+    warm = save(1, 100)
+    assert save(101, num_saves) - warm < num_saves / 2  # one object a save would be 400 blocks
+    wire.close()
+    assert [event["step"] for event in node_server.events] == list(range(451, 501))
+
+
+class _Deaf:
+    """A wire whose answers nobody reads."""
+
+    def send(self, message):
+        pass
 
 
 def test_another_token_is_refused_on_either_side(node_servers):
