@@ -20,6 +20,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -63,17 +64,33 @@ def _computes_from_labels(compute_loss: Function) -> bool:
     return "labels" in code.co_consts and "compute_loss" not in code.co_names
 
 
-def accepts_loss_kwargs(trainer: Trainer) -> bool:
-    """Return True if, in one process, the Trainer would give the model the number of labels of a step.
+_takes_items: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
 
-    The rule is that of ``Trainer.__init__``, which decides otherwise with sequence parallelism.
+
+def offer_loss_kwargs(trainer: Trainer) -> None:
+    """Set ``model_accepts_loss_kwargs`` as ``Trainer.__init__`` does in one process; call it at the end of that.
+
+    With sequence parallelism, stock sets it to False, because it then computes the loss itself. Constructors of
+    subclasses read or change it afterwards: Axolotl's changes True to False.
     """
     model = pretrained_of(trainer.model)
     accepts: bool | None = getattr(model, "accepts_loss_kwargs", None)
-    if accepts is not None:
-        return accepts
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
+    if accepts is None:
+        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+        accepts = inspect.Parameter.VAR_KEYWORD in kinds
+    trainer.model_accepts_loss_kwargs = accepts
+
+
+def accepts_loss_kwargs(trainer: Trainer) -> bool:
+    """Return True if, in one process, the Trainer would give the model the number of labels of a step.
+
+    The first call, when the Trainer begins to train or evaluate, takes the answer from ``model_accepts_loss_kwargs``,
+    and sets that to False, as stock wants it with sequence parallelism.
+    """
+    if trainer not in _takes_items:
+        _takes_items[trainer] = bool(trainer.model_accepts_loss_kwargs)
+        trainer.model_accepts_loss_kwargs = False
+    return _takes_items[trainer]
 
 
 def evaluates_shards(registry: Registry, trainer: Trainer) -> bool:

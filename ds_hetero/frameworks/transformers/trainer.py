@@ -16,7 +16,13 @@ from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.transformers.elastic import load_from_memory, save_after, train_from_memory
-from ds_hetero.frameworks.transformers.evaluation import evaluates_shards, is_sharded, run_evaluation_loop
+from ds_hetero.frameworks.transformers.evaluation import (
+    accepts_loss_kwargs,
+    evaluates_shards,
+    is_sharded,
+    offer_loss_kwargs,
+    run_evaluation_loop,
+)
 from ds_hetero.frameworks.transformers.resumed_epochs import run_epoch
 from ds_hetero.frameworks.transformers.trainer_loaders import (
     get_dataloader,
@@ -75,6 +81,8 @@ def install(registry: Registry) -> None:
 def _evaluate(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
     """Replace ``Trainer.evaluate`` and ``Trainer.predict``: run by sharded calls if the loss needs whole batches."""
     is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
+    if is_sharded(registry, trainer):
+        accepts_loss_kwargs(trainer)
     if not is_whole or evaluates_shards(registry, trainer):
         return stock(trainer, *args, **kwargs)
     with calls_sharded(registry, trainer):
@@ -126,6 +134,7 @@ def _prepare_trainer(registry: Registry, stock: Function, trainer: Trainer, *arg
     """Extend ``Trainer.__init__``: prepare a Trainer of another library, such as TRL's, for sequence parallelism."""
     stock(trainer, *args, **kwargs)
     if is_sharded(registry, trainer):
+        offer_loss_kwargs(trainer)
         adapters = registry.adapters
         adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split, adapters.processes)
 
@@ -136,6 +145,7 @@ def _run_training_loop(registry: Registry, stock: Function, *args: object, **kwa
     trainer, arguments = bound["self"], bound["args"]
     is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
     if is_sharded(registry, trainer):
+        accepts_loss_kwargs(trainer)
         registry.adapters.trainers.expect_known(trainer)
         expect_splittable(trainer)
     elif takes_unlike_batches(registry, trainer):
@@ -185,7 +195,10 @@ def _train(
         alone = sharding(False) if is_alone(registry, trainer) else contextlib.nullcontext()
         with calls_sharded(registry, trainer) if is_whole else alone:
             return train()
-    if not arguments.average_tokens_across_devices:
+    # A Trainer that gives the model no number of labels does not read the argument; Axolotl's is one of them.
+    takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    reads_argument = takes_items or is_sharded(registry, trainer)
+    if reads_argument and not arguments.average_tokens_across_devices:
         raise ConfigError(
             "average_tokens_across_devices=False weighs replicas equally, but these take different batches "
             f"({batches.split}). Leave average_tokens_across_devices out."

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.tiny import UNEVEN_2, assert_same_parameters, ds_config, llama, parameters, samples
 from tests.integration.trainer.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 
-KINDS = ("takes none", "without kwargs", "takes them", "smoothing, takes none")
+KINDS = ("takes none", "without kwargs", "takes them", "smoothing, takes none", "trainer takes none")
 
 
 def _model(kind: str) -> Any:
@@ -30,9 +30,22 @@ def _model(kind: str) -> Any:
             )
 
         model.__class__ = type("WithoutKwargs", (type(model),), {"forward": forward})
-    elif kind != "takes them":
+    elif kind not in ("takes them", "trainer takes none"):
         model.accepts_loss_kwargs = False
     return model
+
+
+def _trainer_class(kind: str) -> type | None:
+    """For "trainer takes none" a Trainer that decides so in its constructor, as Axolotl's does; else None."""
+    from transformers import Trainer
+
+    class TakesNone(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.model_accepts_loss_kwargs:
+                self.model_accepts_loss_kwargs = False
+
+    return TakesNone if kind == "trainer takes none" else None
 
 
 def _train(rank: int, stage: int | None, batch_size: int, kind: str, options: dict[str, Any]) -> Any:
@@ -50,6 +63,7 @@ def _train(rank: int, stage: int | None, batch_size: int, kind: str, options: di
     trainer = make_trainer(
         ds,
         2,
+        _trainer_class(kind),
         dataset=dataset,
         model=_model(kind),
         per_device_train_batch_size=batch_size,
@@ -119,3 +133,35 @@ def test_of_one_replica_they_weigh_alike_without_the_average_over_devices() -> N
         expected_logs, _ = _expected(1, kind)
         for logs, _ in ranks(_train, 2, 1, 1, kind, {"average_tokens_across_devices": False}):
             assert_same_logs(logs, expected_logs)
+
+
+def _train_unequal(rank: int, batch: list[int] | None) -> Any:
+    """A Trainer that takes no items, with the argument that weighs replicas alike, which it does not read."""
+    import ds_hetero
+
+    ds = None
+    batch_size = 4
+    if batch is not None:
+        ds_hetero.register()
+        batch_size = 2
+        ds = ds_config(1, None, train_micro_batch_size_per_gpu=batch_size, gradient_accumulation_steps=2)
+        ds["heterogeneity"] = {"batch": batch}
+    trainer = make_trainer(
+        ds,
+        0,
+        _trainer_class("trainer takes none"),
+        num_samples=16,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=2,
+        average_tokens_across_devices=False,
+        include_num_input_tokens_seen="no",
+    )
+    trainer.train()
+    return logged(trainer), parameters(trainer.model, 1 if batch else 0)
+
+
+def test_unequal_batches_of_a_trainer_that_takes_none_need_no_average_over_devices() -> None:
+    expected_logs, expected = one_process(_train_unequal, None)
+    for logs, trained in ranks(_train_unequal, 2, [3, 1]):
+        assert_same_logs(logs, expected_logs)
+        assert_same_parameters(trained, expected)
