@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.proof.chance import random_parts
+from ds_hetero.frameworks.transformers.stages.tensor_cut import may_share_tokens
 from ds_hetero.gradient_sync.shards import local_tensor
 from tests.integration.pipelines.test_pipelines import (
     HEADS,
@@ -18,7 +19,7 @@ from tests.integration.pipelines.test_pipelines import (
     plan_of,
     sequence_stage,
 )
-from tests.integration.tiny import compute_in
+from tests.integration.tiny import compute_in, llama
 from tests.support import run_deepspeed
 
 PLANS = {
@@ -75,6 +76,18 @@ def test_tensor_groups_train_as_one_process():
     # 24 tokens are 18 and 6 of the two groups. Their ranks share them in norms, but not where adapters are trained.
     assert [of_rank["one stage", "in tiles"][2] for of_rank in outcomes[:4]] == [9, 9, 3, 3]
     assert [of_rank["one stage", "adapters"][2] for of_rank in outcomes[:4]] == [18, 18, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("changed", "shares"),
+    [({}, True), ({"layers.*.mlp.down_proj": None}, False), ({"layers.*.self_attn.q_proj": None}, True)],
+    ids=["as it is", "an MLP that ends sharded", "whole queries"],
+)
+def test_tokens_are_shared_where_attention_and_mlp_begin_and_end_whole(changed, shares):
+    model = llama(num_hidden_layers=LAYERS)
+    plan = {**model.config.base_model_tp_plan, **changed}
+    model.config.base_model_tp_plan = {name: style for name, style in plan.items() if style is not None}
+    assert may_share_tokens(model) == shares
 
 
 def random_plan(rng, num_ranks):

@@ -219,10 +219,21 @@ def partial_parameters(pretrained: PretrainedModel) -> frozenset[str]:
 def may_share_tokens(model: nn.Module) -> bool:
     """Whether the ranks of a tensor group may share the tokens of norms and residuals.
 
-    Not with adapters, whose uncut matrices would add their gradient of a region's input once on every rank; nor with
-    dropout, of whose mask every rank would need its tokens' part.
+    Not with adapters, whose uncut matrices would add their gradient of a region's input once on every rank; not with
+    dropout, of whose mask every rank would need its tokens' part; nor if a child of a layer begins or ends amid
+    sharded activations, since then it is no region.
     """
-    return not getattr(model, "peft_config", None) and not draws_randomly(pretrained_of(model))
+    pretrained = pretrained_of(model)
+    if getattr(model, "peft_config", None) or draws_randomly(pretrained):
+        return False
+    plan, layers = tensor_plan_of(pretrained), parts_of(pretrained).layers
+    for index, layer in enumerate(getattr(pretrained.base_model, layers)):
+        for name, child in layer.named_children():
+            linears = [n for n, m in child.named_modules(prefix=f"{layers}.{index}.{name}") if isinstance(m, nn.Linear)]
+            styles = {_style_of_linear(linear, plan) for linear in linears} & {COLUMN_STYLE, ROW_STYLE}
+            if len(styles) == 1:
+                return False
+    return True
 
 
 def tensor_plan_of(pretrained: PretrainedModel) -> Mapping[str, str]:
