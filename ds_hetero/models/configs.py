@@ -36,6 +36,7 @@ from ds_hetero.models.mlp_configs import find_missing_mlp_keys, read_mlp_sizes
 from ds_hetero.models.other_weights import count_other_layer_weights, count_other_weights
 from ds_hetero.models.recurrent import RecurrentLayers
 from ds_hetero.models.recurrent_configs import read_recurrent_layers
+from ds_hetero.models.saved_tensors import read_saved_tensors
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.models.unplanned_configs import (
     refuse_narrow_embedding,
@@ -117,6 +118,7 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
         window=window,
         window_layers=num_window_layers,
         latent=latent,
+        saved=read_saved_tensors(decoder, model_type),
     )
     return replace(
         spec,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.models.latent import LatentAttention
 from ds_hetero.models.recurrent import RecurrentLayers
+from ds_hetero.models.saved_tensors import USUAL_TENSORS, SavedTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,7 @@ class ModelSpec:
     window_layers: int = 0  # number of layers with the window; other layers attend to all tokens
     latent: LatentAttention | None = None  # latent attention; None for one projection each to queries, keys and values
     other_layer_parameters: int = 0  # weights of a layer without its matmuls and two norms, such as biases
+    saved: SavedTensors = USUAL_TENSORS  # what autograd saves of a layer, where it is not what it saves of Llama's
     other_parameters: int = 0  # weights outside of layers without embedding, head and final norm: positions
 
     @property

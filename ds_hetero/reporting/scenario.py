@@ -25,6 +25,7 @@ from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import model_from_config
 from ds_hetero.models.latent import LatentAttention
+from ds_hetero.models.saved_tensors import SavedTensors
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans.plan import SCENARIO
 
@@ -39,6 +40,7 @@ _SIZE_FIELDS = (
     "window",
     "window_layers",
     "latent",
+    "saved",
     "other_layer_parameters",
     "other_parameters",
 )
@@ -197,7 +199,7 @@ def _with_sizes(model: ModelSpec, sizes: Any) -> ModelSpec:
     where = f"{SCENARIO}.model.sizes"
     if not isinstance(sizes, Mapping) or not set(sizes) <= set(_SIZE_FIELDS):
         raise PlanError(f"{where} takes {', '.join(_SIZE_FIELDS)}, got {shortened(sizes)}. {SCENARIO_REMEDY}")
-    values = {name: value for name, value in sizes.items() if name != "latent"}
+    values = {name: value for name, value in sizes.items() if name not in ("latent", "saved")}
     for name, value in values.items():
         if isinstance(getattr(model, name), bool):
             is_valid = isinstance(value, bool)
@@ -205,6 +207,8 @@ def _with_sizes(model: ModelSpec, sizes: Any) -> ModelSpec:
             is_valid = is_whole(value, 0, 2**50)
         if not is_valid:
             raise PlanError(f"{where}.{name}: {shortened(value)} is not a value of this field. {SCENARIO_REMEDY}")
+    if "saved" in sizes:
+        model = replace(model, saved=_read_saved(sizes["saved"], f"{where}.saved"))
     return replace(model, **values, latent=_read_latent(sizes.get("latent"), f"{where}.latent"))
 
 
@@ -220,6 +224,21 @@ def _read_latent(data: Any, where: str) -> LatentAttention | None:
     ):
         raise PlanError(f"{where} takes whole numbers {', '.join(names)}, got {shortened(data)}. {SCENARIO_REMEDY}")
     return LatentAttention(**data)
+
+
+def _read_saved(data: Any, where: str) -> SavedTensors:
+    """Return what autograd saves of a layer. Raises `PlanError`: ``data`` has other keys or values."""
+    usual = asdict(SavedTensors())
+    if not isinstance(data, Mapping) or set(data) != set(usual):
+        raise PlanError(f"{where} takes {', '.join(usual)}, got {shortened(data)}. {SCENARIO_REMEDY}")
+    for name, value in data.items():
+        if isinstance(usual[name], bool):
+            is_valid = isinstance(value, bool)
+        else:
+            is_valid = value is None or _is_number(value)
+        if not is_valid:
+            raise PlanError(f"{where}.{name}: {shortened(value)} is not a value of this field. {SCENARIO_REMEDY}")
+    return SavedTensors(**data)
 
 
 def _config_of(model: ModelSpec) -> JsonDict:

@@ -24,8 +24,9 @@ LOGIT_TILE_TOKENS = 1024  # tokens of a tile of the loss, if "tile_tokens" is no
 LOSS_CHUNK_TOKENS = 1024  # tokens whose softmax is in fp32 at the same time, in `ds_hetero.runtime.loss`
 MLP_TILE_TOKENS = 4096  # tokens of a tile of the MLP, which `ds-hetero fit` advises, too; chosen, never measured
 WIDE = 4  # bytes of fp32
-# fp32 copies of all tokens in the backward of transformers' RMSNorm: python -m benchmarks.fake_gpu peaks
-_NORM_COPIES = 5
+# Copies of all tokens in the backward of a norm, its saved input included: fp32 copies of transformers' RMSNorm
+# (python -m benchmarks.fake_gpu.families), and copies in the tokens' own type of torch's layer norm.
+_NORM_COPIES, _NATIVE_NORM_COPIES = 6, 3
 
 
 class LayerShare(NamedTuple):
@@ -112,12 +113,14 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
 
     What the forward saves:
 
-        each of two norms   its input in fp32, the normalized tokens, and its output
+        each of two norms   its input in fp32, the normalized tokens, and its output; other norms: `SavedTensors`
+        norms of heads      the same of queries and keys, without the output
         attention           q, k, v, its output and its log-sum-exp; in a ring also the KV block that visited last
         output projection   its input, if an all-to-all has copied it
         gated MLP           gate, activated gate, up, and the product of the latter two
         plain MLP           input and output of its activation
-        experts             also their inputs and outputs, once for each expert that a token uses
+        experts             also their inputs and outputs, once for each expert that a token uses; some routers keep
+                            their input in fp32
         tiled MLP           its input alone, which is the output of its norm
         kept attention      (until a recomputation) attention's output and log-sum-exp, and the KV block that visited
                             last; if an all-to-all has copied them, also q, k, v and the output before and after it
@@ -127,8 +130,7 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
                             tokens, which matmuls need
 
     The backward of an MLP allocates gradients of its inner activations and of one of its matrices; if tiled, gradients
-    of all its matrices. The backward of the norm before a tiled MLP allocates `_NORM_COPIES` copies of the tokens in
-    fp32.
+    of all its matrices. The backward of the norm before the MLP has `_NORM_COPIES` copies of the tokens in fp32.
 
         ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
         exchange_buffers   packed q, k, v of the all-to-all, or the inputs of a scan
@@ -142,7 +144,8 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     projection_input = element * model.num_heads / share.cut * model.value_dim * share.copied
     qkv_and_output = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited)
     log_sum_exp = WIDE * share.rows
-    attention_tokens = tokens * (token.norm + token.mlp_saved + projection_input + 4 * token.adapter)
+    projections = token.projections + token.fused_projection * (1 - share.copied)
+    attention_tokens = tokens * (token.norm + token.mlp_saved + projection_input + projections + 4 * token.adapter)
     if model.latent is not None:  # norms of the narrow vectors
         narrow = model.latent.query_rank + model.latent.kv_rank
         attention_tokens = attention_tokens + tokens * narrow * token.norm / hidden
@@ -152,10 +155,12 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
         exchanged = element * head_dim * (share.rows + 2 * share.kv_rows + tokens * model.num_heads / share.cut)
         received = element * head_dim * 2 * share.visited
         kept = element * head_dim * share.rows + received + log_sum_exp + exchanged * share.copied
-    recurrent_layer = tokens * (token.norm + token.mlp_saved + _recurrent_bytes(model, element))
+    recurrent_layer = tokens * (token.norm + token.post_norm + token.mlp_saved + _recurrent_bytes(model, element))
     mlp_saved = tokens * token.mlp_saved
     if share.residual_cut > 1:
-        on_other_ranks = tokens * (1 - 1 / share.residual_cut) * (token.norm - element * hidden)  # of one norm
+        # Of the norms before and after a mixer or an MLP; outputs of the first, which matmuls read, are whole.
+        of_norms = token.norm - element * hidden + token.post_norm
+        on_other_ranks = tokens * (1 - 1 / share.residual_cut) * of_norms
         attention_layer, mlp_saved = attention_layer - 2 * on_other_ranks, mlp_saved - on_other_ranks
     saved, all_layers_saved = _largest_and_all(model, attention_layer, recurrent_layer, mlp_saved)
     if model.dense_layers:  # so far all layers count as the larger kind
@@ -171,6 +176,8 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     else:
         inner_grads = element * tokens * (2 * token.mlp_width + hidden)
         mlp_grad = inner_grads + np.maximum(tokens * token.routed, weight_grad)
+    of_norm = tokens / share.residual_cut * (norm_backward_bytes(model, workload) + element * hidden) - mlp_saved
+    mlp_grad = np.maximum(mlp_grad, of_norm)
 
     kv_blocks = 4 * (element + WIDE) * share.visiting
     partial_results = WIDE * share.rows
@@ -191,10 +198,13 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
 class _TokenBytes(NamedTuple):
     """Bytes that parts of a layer save per token, on a rank that holds 1 / ``cut`` of the MLP's columns."""
 
-    norm: float  # one norm
+    norm: float  # one norm before a matmul
+    post_norm: float  # one norm of an output; 0 without such norms
+    projections: float  # norms of queries, keys and attention's output
+    fused_projection: float  # queries and keys that stay in one projection with the values, unless these are copied
     inner: float  # inside the MLP, inputs and outputs of experts included
     routed: float  # inputs and outputs of experts alone
-    mlp_saved: float  # the MLP and its norm
+    mlp_saved: float  # the MLP and its norms
     adapter: float  # narrow tokens of one adapter; 0 without adapters
     mlp_width: float  # inner width of the MLP on this rank in elements, all experts of a token together
 
@@ -205,45 +215,81 @@ def _token_bytes(model: ModelSpec, workload: Workload, cut: int) -> _TokenBytes:
     mlp_width = (model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size) / cut
     adapter = element * workload.adapter_rank
     num_mlp_matmuls = (3 if model.gated_mlp else 2) * max(model.experts_per_token, 1)
-    norm = (WIDE + (1 if adapter else 2) * element) * hidden
-    if workload.selective_checkpointing:  # the norm is computed again from its input, which alone is saved
-        norm = element * hidden
+    output = 0 if workload.selective_checkpointing else element  # computed again, and not saved
+    norm = (norm_bytes(model, workload) + output) * hidden
+    post_norm = norm_bytes(model, workload) * hidden * model.saved.post_norms
+    queries_and_keys = (model.num_heads + model.num_kv_heads) * model.head_dim / cut
+    head_norms = norm_bytes(model, workload) * queries_and_keys * model.head_norms
     recomputes_activation = workload.selective_checkpointing or workload.fused_kernels
+    inner_widths: float
     if recomputes_activation:
         inner_widths = 2 if model.gated_mlp else 1
     else:
-        inner_widths = 4 if model.gated_mlp else 2
+        inner_widths = model.saved.mlp_widths or (4 if model.gated_mlp else 2)
     inner = element * inner_widths * mlp_width
     routed = 2 * element * model.experts_per_token * hidden
     inner += routed
-    mlp_saved: float = norm
+    mlp_saved: float = norm + post_norm + _router_bytes(model, workload)
     if not workload.tiled_mlp:
-        mlp_saved = norm + (inner + num_mlp_matmuls * adapter)
-    return _TokenBytes(norm, inner, routed, mlp_saved, adapter, mlp_width)
+        mlp_saved += inner + num_mlp_matmuls * adapter
+    return _TokenBytes(
+        norm=norm,
+        post_norm=post_norm,
+        projections=head_norms + post_norm,
+        fused_projection=element * queries_and_keys * model.saved.fused_projection,
+        inner=inner,
+        routed=routed,
+        mlp_saved=mlp_saved,
+        adapter=adapter,
+        mlp_width=mlp_width,
+    )
+
+
+def norm_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Return the bytes per element that autograd saves of a norm, without its output: see `SavedTensors`."""
+    element = workload.element_bytes
+    if workload.selective_checkpointing or model.saved.native_norms:  # its input alone
+        return element
+    if workload.adapter_rank:  # no gradient needs the normalized tokens of a frozen norm
+        return WIDE
+    return WIDE + (WIDE if model.saved.wide_norms else element)
+
+
+def norm_backward_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Return the bytes per token that the backward of a norm of all tokens needs, with its input in fp32."""
+    if model.saved.native_norms:
+        return _NATIVE_NORM_COPIES * workload.element_bytes * model.hidden_size
+    return _NORM_COPIES * WIDE * model.hidden_size
+
+
+def _router_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Return the bytes per token that a router in fp32 saves: its scores and, unless it is frozen, its input."""
+    if not (model.saved.router_in_fp32 and model.num_experts):
+        return 0
+    return WIDE * (model.num_experts + (0 if workload.adapter_rank else model.hidden_size))
 
 
 def _tiled_mlp_grad_bytes(
     model: ModelSpec, workload: Workload, share: LayerShare, token: _TokenBytes, weight_grad: float
 ) -> Bytes:
-    """Return the bytes that the backward of a tiled MLP allocates, or that of the norm before it if that is more."""
+    """Return the bytes that the backward of a tiled MLP allocates."""
     element, hidden = workload.element_bytes, model.hidden_size
     inner_of_tile = share.tokens_at_once * (token.inner + element * 2 * token.mlp_width)
     mlp_bytes = inner_of_tile + element * share.tokens * hidden
     # Each matrix has a gradient that is summed over tiles; the gradient of the current tile is one more.
-    mlp_bytes = mlp_bytes + (4 if model.gated_mlp else 3) * weight_grad
-    norm_bytes = share.tokens * (((_NORM_COPIES + 1) * WIDE + element) * hidden - token.mlp_saved)
-    return np.maximum(mlp_bytes, norm_bytes)
+    return mlp_bytes + (4 if model.gated_mlp else 3) * weight_grad
 
 
 def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
     """Return the bytes that the loss needs on every rank, ``[D]``.
 
     These are the logits of a tile (of all tokens, if the loss is not tiled), their gradient, the fp32 softmax of one
-    chunk, and the tensors that the final norm saves.
+    chunk, and the tensors that the final norm saves. Logits that a tanh limits are there twice.
     """
     tokens = _logit_tokens(workload, tokens_D)
     softmax_bytes = WIDE * np.minimum(tokens, LOSS_CHUNK_TOKENS)  # by element of the vocabulary
-    bytes_per_word = 2 * workload.element_bytes * tokens + softmax_bytes
+    copies = 3 if model.saved.capped_logits else 2
+    bytes_per_word = copies * workload.element_bytes * tokens + softmax_bytes
     if workload.logit_bytes is not None:
         bytes_per_word = workload.logit_bytes * tokens
     return np.asarray(model.vocab_size * bytes_per_word + normed_bytes(model, workload, tokens_D))
@@ -257,7 +303,8 @@ def head_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats
 
 def normed_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
     """Return the bytes that the final norm saves, and with a tiled loss those of its output's gradient, ``[D]``."""
-    saved_bytes = WIDE if workload.adapter_rank else WIDE + 2 * workload.element_bytes
+    output_bytes = 0 if workload.adapter_rank else workload.element_bytes  # a frozen head does not need its input
+    saved_bytes = norm_bytes(model, workload) + output_bytes
     gradient_bytes = workload.element_bytes if workload.has_loss_tiles else 0
     return workload.micro_batch * tokens_D * model.hidden_size * (saved_bytes + gradient_bytes)
 

@@ -3,6 +3,7 @@
     forward    the forward ends: all activations; with ZeRO-3 gathered parameters and the buffer in which they arrived
     loss       the backward begins: all activations, the logits, and with a tiled loss the head's gradient so far
     head       the head's gradient is computed from the logits' gradients and added to that of earlier tiles
+    norm       the backward of the final norm: all activations, and fp32 copies of the tokens
     mlp        the backward of a layer begins: all that the layer has saved, and gradients of its widest part
     sent       gradients of the MLP's weights exist, and ZeRO-3 copies a full bucket, sorted by owner
     attention  the backward of attention: the MLP's activations are freed, KV blocks visit, all-to-alls are packed
@@ -45,6 +46,7 @@ from ds_hetero.cost.terms.layer_memory import (
     head_bytes,
     layer_memory,
     logit_bytes,
+    norm_backward_bytes,
     normed_bytes,
 )
 from ds_hetero.cost.terms.memory_parts import Bytes, MemoryParts, Phases
@@ -156,6 +158,7 @@ def memory_phases(standing: StandingMemory, grouping: Grouping, tokens_D: Floats
         logits=logit_bytes(model, workload, tokens_D),
         head_gradient_inputs=head_bytes(model, workload, tokens_D),
         norm=layer.mlp_saved_bytes if checkpointed else normed_bytes(model, workload, tokens_D),
+        norm_backward=workload.micro_batch * tokens_D * norm_backward_bytes(model, workload),
     )
     phases = dict(backward_phases(working, layer, loss.logits, checkpointed=checkpointed))
     if standing.bucket_copy and standing.sent_layers < model.num_layers:
@@ -197,12 +200,13 @@ class _LossBytes(NamedTuple):
     logits: Bytes  # logits, their gradient, and tensors that the final norm saves
     head_gradient_inputs: Bytes  # inputs of the head's weight gradient
     norm: Bytes  # tensors that the last norm of the forward saves
+    norm_backward: Bytes  # tensors that exist in the backward of the final norm
 
 
 def _phases_outside_layers(
     standing: StandingMemory, resting: MemoryParts, working: MemoryParts, loss: _LossBytes
 ) -> Phases:
-    """Return the memory in the phases ``forward``, ``loss``, ``head``, ``embedding`` and ``step``.
+    """Return the memory in the phases ``forward``, ``loss``, ``head``, ``norm``, ``embedding`` and ``step``.
 
     Args:
         resting: memory between two steps.
@@ -215,6 +219,8 @@ def _phases_outside_layers(
     # A tiled loss adds up the head's gradient from tile to tile.
     gradients_at_loss = gradients_before + (head if workload.has_loss_tiles else 0.0)
     bucket = standing.bucket if stage == 3 else 0.0  # lower stages allocate it with the first gradient
+    # The head's gradient is the first, unless it waits for that of an embedding with the same weights.
+    has_sent_head = head > 0 and not standing.model.tied_embeddings
     begins = working._replace(gradients=gradients_before, bucket=bucket)
     at_loss = begins._replace(gathered=gathered.at_loss)
     ends = working._replace(activations=0.0, bucket=standing.bucket + standing.bucket_copy)
@@ -222,6 +228,11 @@ def _phases_outside_layers(
         "forward": begins._replace(gathered=gathered.in_layers + gathered.arriving, layer=loss.norm),
         "loss": at_loss._replace(logits=loss.logits, gradients=gradients_at_loss),
         "head": at_loss._replace(logits=loss.head_gradient_inputs, gradients=gradients_at_loss + head),
+        "norm": begins._replace(
+            layer=loss.norm_backward,
+            gradients=gradients_before + head,
+            bucket=standing.bucket if has_sent_head else bucket,
+        ),
         "embedding": ends._replace(gradients=all_gradients + (head if stage >= 2 else 0.0)),
         "step": resting._replace(
             # `_step_bytes` counts the gradients of a rank's partition in ZeRO 1 and 2.
