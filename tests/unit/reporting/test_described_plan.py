@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -12,6 +12,7 @@ from ds_hetero.cost import Workload
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model, model_from_config, model_names
+from ds_hetero.models.saved_tensors import SavedTensors
 from ds_hetero.planner import strategy
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.run_file import plan_digest
@@ -122,6 +123,11 @@ def test_plain_models_have_no_sizes_in_their_file():
         ({"window": -1}, "scenario.model.sizes.window: -1 is not a value of this field"),
         ({"gated_attention": 1}, "scenario.model.sizes.gated_attention: 1 is not a value of this field"),
         ({"latent": {"query_rank": 8}}, "scenario.model.sizes.latent takes whole numbers query_rank, kv_rank"),
+        ({"saved": {"wide_norms": True}}, "scenario.model.sizes.saved takes wide_norms, native_norms"),
+        (
+            {"saved": {**asdict(SavedTensors()), "mlp_widths": "4"}},
+            "saved.mlp_widths: '4' is not a value",
+        ),
     ],
 )
 def test_wrong_sizes_are_refused_by_their_names(sizes, message):
