@@ -22,6 +22,7 @@ from benchmarks.emulation.network import EmulationError
 from benchmarks.emulation.throttle import CountedTime
 from benchmarks.lab import launch
 from benchmarks.lab.mesh import summarize as summarize_mesh
+from benchmarks.lab.qlora import summarize as summarize_qlora
 from benchmarks.lab.replan import summarize as summarize_replan
 from benchmarks.lab.ring import STRATEGIES, summarize
 from benchmarks.measure.contenders import Shape
@@ -207,6 +208,20 @@ def test_mesh_results_become_rows():
     assert rows["plan"]["over_best_uniform"] == 2.0
     assert rows["plan"]["efficiency_against_bound"] == pytest.approx(0.8)  # 2 s x 4 / 10
     assert rows["stock"]["tokens_per_s"] == pytest.approx(100 / 3)
+
+
+def test_qlora_results_become_a_gain_over_the_fastest_balanced_job():
+    measured = {
+        "warm_s": {"balanced 1": 9.0, "balanced 2": 8.0, "balanced 4": 8.5, "planned": 4.0},
+        "seconds": {"balanced 2": [8.0, 10.0, 9.0], "planned": [4.0, 4.0, 5.0]},
+        "predicted_s": 4.4,
+        "foreign_cores": 0.0,
+    }
+    summary = summarize_qlora(measured)
+    assert summary["fastest_balanced"] == "balanced 2" and summary["balanced_s"] == 9.0
+    assert summary["slower_s"] == {"balanced 4": 8.5, "balanced 1": 9.0}
+    assert summary["gain"] == 2.0  # the median of 2, 2.5 and 1.8
+    assert summary["prediction_error"] == pytest.approx(0.1)
 
 
 def test_a_rank_without_tokens_takes_the_steps_of_the_others():
