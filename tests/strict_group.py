@@ -207,7 +207,7 @@ def install(folder: str, rank: int) -> Device:
     lock_s = float(os.environ.get("STRICT_GROUP_LOCK_S", LOCK_S)) or None
     rules = _Rules(_Notes(Path(folder, "strict_group"), rank, lock_s))
     device = Device(lock_s)
-    for module in (channel, runner):
+    for module in (channel, replica, runner):
         module.pairs_by_order = lambda group=None: True  # type: ignore[attr-defined]
     replica._has_far_group = lambda hosts: True  # type: ignore[assignment]
 

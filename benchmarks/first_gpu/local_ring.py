@@ -51,8 +51,8 @@ class LocalChannel:
 
     keeps_order = True
 
-    def __init__(self, group: Any, far_group: Any = None) -> None:
-        self._place: _Place = group
+    def __init__(self, groups: Any) -> None:
+        self._place: _Place = groups
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
         """Deliver the sends; every receive is copied when it is waited for."""
@@ -87,7 +87,6 @@ class LocalRing:
             RingContext(
                 layout.rings(rank, True, None),
                 _Place(rank, mail),  # type: ignore[arg-type]
-                None,
                 kernel,
                 Scores(head_dim**-0.5),
             )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from benchmarks.proof.events import Call, Event, Message, Wait
 from benchmarks.proof.order import violations
 from ds_hetero.batch.head_table import HeadTable, members_of
+from ds_hetero.batch.ring_colours import num_ring_colours, ring_colour
 from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Transfer
@@ -32,10 +33,12 @@ from ds_hetero.values.placement import Placement, Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage
 from ds_hetero.values.plans.activation_transfers import transfers
 from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, gradients_due, one_f_one_b
+from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.splits import share
 
 HEAD_DIM, ITEM_BYTES, DTYPE = 8, 4, "float32"
-FAR, ACTIVATIONS, GRADIENTS, COPIES, SYNC = "between nodes", "activations", "gradients", "copies", "gradient sync"
+FAR, COLOUR = "between nodes", "ring colour"
+ACTIVATIONS, GRADIENTS, COPIES, SYNC = "activations", "gradients", "copies", "gradient sync"
 _GATHERS_IN_FLIGHT = 4
 _KV, _GRADIENT_TAG = 0, 1 << 30
 
@@ -174,7 +177,7 @@ class AttentionTables:
                 log.wait(_all_to_all(log, ranks, exchange.output_sizes(unit)[::-1]))
             elif exchange is not None:
                 log.wait(_all_to_all(log, ranks, exchange.qkv_sizes(unit)))
-            self._post_rings(log, self._rings[log.rank, number], placement.schedule.ranks, backward)
+            self._post_rings(log, self._rings[log.rank, number], placement.schedule, backward)
             if exchange is not None and backward:
                 log.wait(_all_to_all(log, ranks, exchange.qkv_sizes(unit)[::-1]))
             elif exchange is not None:
@@ -190,13 +193,15 @@ class AttentionTables:
         members = members_of(placement, group, ranks)
         return HeadTable(members, ranks.index(rank), schedule.num_heads, schedule.num_kv_heads), ranks
 
-    def _post_rings(self, log: Log, rings: Sequence[Ring], ranks: Sequence[int], backward: bool) -> None:
+    def _post_rings(self, log: Log, rings: Sequence[Ring], schedule: Schedule, backward: bool) -> None:
         """Post lanes in the order of `ds_hetero.runtime.attention.channel`.
 
         Where tags match messages, lanes may overtake.
         """
         unfinished: list[int] = []
-        lanes = [self._rounds(log, ring, ranks, backward, unfinished) for ring in rings]
+        num_colours = num_ring_colours(self.placement.schedule)  # groups are made for the replica's own schedule
+        groups = _RingGroups(schedule, log.rank, num_colours)
+        lanes = [self._rounds(log, ring, groups, backward, unfinished) for ring in rings]
         for lane in lanes:
             next(lane)
         for lane in lanes:
@@ -206,7 +211,7 @@ class AttentionTables:
             log.wait(*unfinished)
 
     def _rounds(
-        self, log: Log, ring: Ring, ranks: Sequence[int], backward: bool, unfinished: list[int]
+        self, log: Log, ring: Ring, groups: _RingGroups, backward: bool, unfinished: list[int]
     ) -> Iterator[list[int]]:
         """Post a lane's rounds; yield after the first one, and then before every step its required waits."""
         kv, gradients = (
@@ -226,7 +231,7 @@ class AttentionTables:
                 for t in rounds[step][sends]
                 for m in _moved(ring, t, unit, tag, sends)
             ]
-            for due, works in _post_round(log, ranks, posted, unfinished):
+            for due, works in _post_round(log, groups, posted, unfinished):
                 pending[due] += works
             if step == 0:
                 yield []
@@ -251,25 +256,49 @@ def _moved(ring: Ring, transfer: Transfer, unit: int, tag: int, sends: bool) -> 
         yield Message(sends, sub.ranks[position], num_bytes, DTYPE, tag + sub.tag)
 
 
+class _RingGroups:
+    """Names the communicator of every message of a ring.
+
+    Args:
+        schedule: of the part of the placement that the ring belongs to.
+        rank: which posts the messages.
+        num_colours: that have a communicator.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, num_colours: int) -> None:
+        self.ranks = schedule.ranks
+        self._schedule, self._position, self._num_colours = schedule, schedule.ring_position(rank), num_colours
+
+    def purpose_of(self, posted: _Due) -> tuple[int, str]:
+        """Return the purpose of a message's communicator, and the place of the communicator in a round."""
+        if posted.is_far:
+            return self._num_colours, FAR
+        peer = self._schedule.ring_position(posted.message.peer)
+        colour = ring_colour(self._position, peer, len(self._schedule.groups))
+        if colour in range(1, self._num_colours):
+            return colour, f"{COLOUR} {colour}"
+        return 0, ""
+
+
 def _post_round(
-    log: Log, ranks: Sequence[int], posted: Sequence[_Due], unfinished: list[int]
+    log: Log, groups: _RingGroups, posted: Sequence[_Due], unfinished: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
     """Post a round; yield step by step the calls that have to end before the step."""
     if not log.by_order:
         for message, due, _ in posted:
-            works = log.messages(ranks, "", [message])
+            works = log.messages(groups.ranks, "", [message])
             if message.sends:
                 unfinished += works
             else:
                 yield due, works
         return
-    groups: dict[tuple[bool, int], list[Message]] = defaultdict(list)
-    for message, due, is_far in posted:
-        groups[is_far, due].append(message)
-    for is_far, due in sorted(groups):
-        works = log.messages(ranks, FAR if is_far else "", groups[is_far, due])
+    batches: dict[tuple[bool, int, tuple[int, str]], list[Message]] = defaultdict(list)
+    for message in posted:
+        batches[message.is_far, message.due, groups.purpose_of(message)].append(message.message)
+    for (_, due, (_, purpose)), messages in sorted(batches.items()):
+        works = log.messages(groups.ranks, purpose, messages)
         unfinished += works
-        if not all(message.sends for message in groups[is_far, due]):
+        if not all(message.sends for message in messages):
             yield due, works
 
 

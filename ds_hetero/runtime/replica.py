@@ -10,7 +10,9 @@ from functools import cached_property, lru_cache
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ds_hetero.batch.ring_colours import num_ring_colours, ring_colour
 from ds_hetero.errors import ScheduleError
+from ds_hetero.runtime.attention.channel import RingGroups
 from ds_hetero.runtime.backends import pairs_by_order
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.process_groups import ProcessGroups
@@ -29,6 +31,9 @@ class Replica:
         a2a_group: process group of this rank's all-to-all group; None if the rank is alone in it.
         far_group: another process group of the ranks of ``sp_group``, for messages between nodes, so that no other
             message waits behind them. None if the backend has tags, so that messages do not wait for each other.
+        colour_groups: more process groups of the ranks of ``sp_group``, for the colours 1, 2, ... of the ring's
+            messages, see `ds_hetero.batch.ring_colours`. Empty if the backend has tags, or all messages can go
+            together.
     """
 
     plan: Plan
@@ -36,6 +41,7 @@ class Replica:
     sp_group: ProcessGroup
     a2a_group: ProcessGroup | None
     far_group: ProcessGroup | None = None
+    colour_groups: tuple[ProcessGroup, ...] = ()
 
     @cached_property
     def replica_id(self) -> int:
@@ -84,6 +90,15 @@ class Replica:
         """The all-to-all group that holds this rank."""
         return self.schedule.ring_groups[self.ring_position]
 
+    @cached_property
+    def ring_groups(self) -> RingGroups:
+        """Process groups of the ring's messages."""
+        ring, colour_of_peer = self.schedule.ring_groups, {}
+        for position, group in enumerate(ring):
+            colour = ring_colour(self.ring_position, position, len(ring))
+            colour_of_peer.update(dict.fromkeys(group.ranks, colour))
+        return RingGroups(self.sp_group, self.far_group, self.colour_groups, colour_of_peer)
+
 
 def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
     """Compare the plans of all ranks, make the process groups of all replicas, and return this rank's replica.
@@ -94,8 +109,8 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
 
     Caller: every rank of the world, at start and whenever the plan changes.
     Collectives: one `on_all_ranks` with a fingerprint; one `ProcessGroups.of` for every replica, another one if
-        messages between its hosts have their own group, and one for every all-to-all group, in the same order on every
-        rank.
+        messages between its hosts have their own group, one for every colour of its ring but the first, and one for
+        every all-to-all group, in the same order on every rank.
 
     Raises:
         ScheduleError: the plans differ between ranks, or do not fit the world; on every rank.
@@ -116,10 +131,19 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
         far_group = None
         if _has_far_group([hosts[member] for member in schedule.ranks]):
             far_group = groups.of(schedule.ranks, "between nodes")
+        num_colours = num_ring_colours(schedule) if pairs_by_order() else 1
+        colour_groups = tuple(groups.of(schedule.ranks, f"ring colour {colour}") for colour in range(1, num_colours))
         a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:
             a2a_group = a2a_groups[schedule.ring_position(rank)]
-            replica = Replica(plan=plan, rank=rank, sp_group=sp_group, a2a_group=a2a_group, far_group=far_group)
+            replica = Replica(
+                plan=plan,
+                rank=rank,
+                sp_group=sp_group,
+                a2a_group=a2a_group,
+                far_group=far_group,
+                colour_groups=colour_groups,
+            )
     assert replica is not None
     return replica
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.proof.chance import random_plan
 from benchmarks.proof.events import Call, Event
 from benchmarks.proof.messages import (
+    COLOUR,
     FAR,
     HEAD_DIM,
     AttentionTables,
@@ -29,6 +30,7 @@ from benchmarks.proof.messages import (
     pipeline_step,
 )
 from benchmarks.proof.recording import recording
+from ds_hetero.batch.ring_colours import num_ring_colours
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.gradient_sync.bucket_transfer import BucketTransfer
 from ds_hetero.runtime import replica as replica_module
@@ -81,8 +83,9 @@ def _names_of(groups: ProcessGroups) -> dict[str, str]:
 
 @contextmanager
 def _as_on_nccl() -> Iterator[None]:
-    """Far messages have a group of their own, and no bucket is found to have arrived before it is waited for."""
+    """Far messages and colours of a ring have groups of their own; no bucket has arrived before it is waited for."""
     with (
+        mock.patch.object(replica_module, "pairs_by_order", lambda group=None: True),
         mock.patch.object(replica_module, "_has_far_group", lambda hosts: True),
         mock.patch.object(BucketTransfer, "has_arrived", lambda transfer: transfer._work is None),
     ):
@@ -251,6 +254,7 @@ def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
     if stage.schedule is None:
         return None
     sp_group, far_group = groups.of(stage.ranks), groups.of(stage.ranks, FAR)
+    colours = [groups.of(stage.ranks, f"{COLOUR} {colour}") for colour in range(1, num_ring_colours(stage.schedule))]
     a2a = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in stage.schedule.ring_groups]
     if rank not in stage.ranks:
         return None
@@ -260,4 +264,5 @@ def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
         sp_group=sp_group,
         a2a_group=a2a[stage.schedule.ring_position(rank)],
         far_group=far_group,
+        colour_groups=tuple(colours),
     )

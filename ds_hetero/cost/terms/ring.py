@@ -14,6 +14,15 @@ block of the forward is still in memory: group p works on the block of group p +
 the next KV block, and the fp32 dK and dV of the present block from its neighbour (the runtime sends them on as soon as
 a group has added its part). There are K - 1 transfers of KV forward, K - 2 of KV and K - 1 of dK/dV backward.
 
+That is what messages on communicators of their own do (`ds_hetero.batch.ring_colours`), and those of gloo. If a group
+sends and receives on one communicator of NCCL, both are one kernel, and a rendezvous: it ends only when the receiver
+has also posted. Such a ring is *coupled*, and group p begins step t + 1 only after it has sent:
+
+    S_p(t + 1)  = max(E_p(t), R_p(t + 1), R_{p+1}(t + 1))
+
+Example of the coupling: tokens 4:4:1:1 on speeds 4:4:1:1, free transfers. A step on a block of n tokens takes n s on
+every group, so the ring takes 10 s. Coupled, groups wait for neighbours that still work on blocks of 4 tokens: 12 s.
+
 Example: two groups, a step takes 4 s in group 0 and 2 s in group 1, a transfer 3 s, and both start at 0. Both next
 blocks arrive at 0 + 3 = 3 s. Group 0 begins step 1 at max(4, 3) = 4 s and ends at 8 s; group 1 begins it at max(2, 3) =
 3 s and ends at 5 s. The ring ends at 8 s. With a barrier group 1 would begin step 1 only at 4 s.
@@ -64,6 +73,7 @@ class RingCoefficients(NamedTuple):
     shared_gradient_s: Floats
     backward: bool  # direction of the ring
     contiguous_causal: bool  # a group computes half of its own block, all of earlier blocks, nothing of later ones
+    coupled: bool = False  # a group also waits for the group that it sends to
 
     def take(self, rows: Ints) -> RingCoefficients:
         """Select the coefficients of some assignments."""
@@ -83,7 +93,7 @@ def alone_s(ring: RingCoefficients) -> Floats:
 def ring_finish_s(ring: RingCoefficients) -> Floats:
     """Return the time at which the last group ends, ``[B]``.
 
-    The recurrence is evaluated only for assignments to which neither of two shortcuts applies:
+    The recurrence is evaluated for coupled rings, and for assignments to which neither of two shortcuts applies:
 
     1. Even the longest transfer, plus the largest difference of the starts, is shorter than the shortest step. Then no
        group waits: a path through the recurrence that changes groups replaces a step by a shorter transfer, so the
@@ -92,7 +102,7 @@ def ring_finish_s(ring: RingCoefficients) -> Floats:
        error of at most the differences of the starts and one step, which is 1 / K of the result.
     """
     num_groups = ring.length.shape[1]
-    if ring.contiguous_causal and num_groups > 1:
+    if (ring.contiguous_causal or ring.coupled) and num_groups > 1:
         return _recurrence(ring)
     largest, least = partial(np.maximum.reduce, axis=1), partial(np.minimum.reduce, axis=1)
     finish_B = largest(alone_s(ring))
@@ -143,9 +153,21 @@ def _recurrence(ring: RingCoefficients) -> Floats:
             repeated[:] = original
             np.maximum(now_BK, neighbour_BK, out=arrival_BK)
             np.add(arrival_BK, transfer_BK, out=arrival_BK)
+            if ring.coupled:
+                arrival_BK = _with_sends(arrival_BK, backward=ring.backward)
             np.add(now_BK, compute_BK, out=now_BK)
             np.maximum(now_BK, arrival_BK, out=now_BK)
     return np.asarray(np.maximum.reduce(now_BK, axis=1))
+
+
+def _with_sends(arrival_BK: Floats, *, backward: bool) -> Floats:
+    """Return when the round of every group is over in a coupled ring: what it receives and what it sends have arrived.
+
+    Example, forward: blocks arrive at groups 0, 1 and 2 at 3, 5 and 4 s. Group 0 sends to group 1, and its round is
+    over at 5 s, as is that of group 1; group 2 sends to group 0, and its round is over at 4 s.
+    """
+    to_receiver = 1 if backward else -1  # np.roll by -1 puts the group after in a group's place
+    return np.maximum(arrival_BK, np.roll(arrival_BK, to_receiver, axis=1))
 
 
 def ring_schedule(ring: RingCoefficients) -> tuple[Floats, Floats]:
@@ -160,6 +182,8 @@ def ring_schedule(ring: RingCoefficients) -> tuple[Floats, Floats]:
         for compute_BK, transfer_BK in zip(compute_TBK, transfer_TBK, strict=True):
             neighbour_BK = np.roll(now_BK, to_neighbour, axis=1)
             arrival_BK = np.maximum(now_BK, neighbour_BK) + transfer_BK
+            if ring.coupled:
+                arrival_BK = _with_sends(arrival_BK, backward=ring.backward)
             starts.append(now_BK)
             arrivals.append(arrival_BK)
             now_BK = np.maximum(now_BK + compute_BK, arrival_BK)

@@ -101,7 +101,7 @@ def _attention_of_part(
     window = None if spec.window is not None and spec.window >= batch.placement.length else spec.window
     exchange = _exchange(replica, batch)
     rings = batch.rings(replica.rank, spec.causal, window)
-    context = RingContext(rings, replica.sp_group, replica.far_group, spec.kernel, spec.scores(q.shape[-1]), clock)
+    context = RingContext(rings, replica.ring_groups, spec.kernel, spec.scores(q.shape[-1]), clock)
     if exchange.process_group is not None:
         q, k, v = _ExchangeHeads.apply(gather_sequence, scatter_sequence, exchange, clock, q, k, v)  # type: ignore[no-untyped-call]
     local_heads = slice(*exchange.this_member.q)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -27,7 +28,9 @@ class Message(NamedTuple):
 class PendingReceives:
     """Receives that have been posted and must end before a step.
 
-    Sends are not among them: `Channel.finish` waits for these, so no step waits for a peer that is slow to receive.
+    Sends are not among them: `Channel.finish` waits for these, so no step waits for a peer that is slow to receive. On
+    a backend that pairs messages by order this holds where sends and receives have groups of their own, see
+    `RingGroups`; those of a round that share a group are one batch, and end together.
     """
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
@@ -46,22 +49,43 @@ class PendingReceives:
 NOTHING = PendingReceives(())  # for a step before which nothing has to arrive
 
 
+class RingGroups(NamedTuple):
+    """Process groups of the same ranks, over which the messages of a replica's rings go.
+
+    A backend that pairs messages by order transfers the messages of a group one after the other, and those that are
+    posted together as one. Messages that must not wait for each other have groups of their own.
+    """
+
+    near: ProcessGroup  # for colour 0 of `ds_hetero.batch.ring_colours`
+    far: ProcessGroup | None = None  # for far messages; None: they go over ``near``
+    other_colours: tuple[ProcessGroup, ...] = ()  # for colours 1, 2, ...; those without a group go over ``near``
+    colour_of_peer: Mapping[int, int] = MappingProxyType({})  # by global rank; 0 for all others
+
+    def of(self, message: Message) -> tuple[int, ProcessGroup]:
+        """Return the group of a message, and its place among all groups, the same at both ends of the message."""
+        num_colours = 1 + len(self.other_colours)
+        if message.is_far:
+            return num_colours, self.far or self.near
+        colour = self.colour_of_peer.get(message.peer, 0)
+        if colour in range(1, num_colours):
+            return colour, self.other_colours[colour - 1]
+        return 0, self.near
+
+
 class Channel:
     """Posts the rounds of messages of one forward or backward; `finish` must be called once, at the pass's end.
 
     Args:
-        group: process group of all ranks that exchange messages.
-        far_group: another group of the same ranks, for far messages: a backend that pairs messages by order transfers
-            the messages of a group one after the other, so near messages would wait for far ones.
+        groups: process groups of all ranks that exchange messages.
 
     Attributes:
         keeps_order: the backend pairs messages by the order in which rounds are posted, so all ranks must post them in
             the same order.
     """
 
-    def __init__(self, group: ProcessGroup, far_group: ProcessGroup | None = None) -> None:
-        self._group, self._far_group = group, far_group or group
-        self.keeps_order = pairs_by_order(group)
+    def __init__(self, groups: RingGroups) -> None:
+        self._groups = groups
+        self.keeps_order = pairs_by_order(groups.near)
         self._unfinished: list[_Pending] = []
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
@@ -73,10 +97,10 @@ class Channel:
             return self._post_together(receives, sends)
         pending: dict[int, list[_Pending]] = defaultdict(list)
         for message in receives:
-            work = dist.irecv(message.tensor, message.peer, group=self._group, tag=message.tag)
+            work = dist.irecv(message.tensor, message.peer, group=self._groups.near, tag=message.tag)
             pending[message.due].append(_Pending(work, (message.tensor,)))
         for message in sends:
-            work = dist.isend(message.tensor, message.peer, group=self._group, tag=message.tag)
+            work = dist.isend(message.tensor, message.peer, group=self._groups.near, tag=message.tag)
             self._unfinished.append(_Pending(work, (message.tensor,)))
         return {due_step: PendingReceives(of_step) for due_step, of_step in pending.items()}
 
@@ -87,21 +111,38 @@ class Channel:
         self._unfinished = []
 
     def _post_together(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
-        """Post the messages that are due at the same step as one batch, which ends when all of them have ended."""
+        """Post the messages of one group that are due at the same step as one batch, which ends as a whole.
+
+        Batches are posted in one order on all ranks. The first message of a pair blocks the host until its peer has
+        posted it, too: if one rank began with its receives and another one with its sends, they could wait for ever.
+        """
+        received_messages: dict[_Batch, list[Message]] = defaultdict(list)
+        sent_messages: dict[_Batch, list[Message]] = defaultdict(list)
+        process_groups: dict[int, ProcessGroup] = {}
+        for messages, batches in ((receives, received_messages), (sends, sent_messages)):
+            for message in messages:
+                place, process_groups[place] = self._groups.of(message)
+                batches[_Batch(message.is_far, message.due, place)].append(message)
         pending_by_due: dict[int, PendingReceives] = {}
-        for is_far, due_step in sorted({(message.is_far, message.due) for message in (*receives, *sends)}):
-            group = self._far_group if is_far else self._group
-            received_messages = [message for message in receives if (message.is_far, message.due) == (is_far, due_step)]
-            sent_messages = [message for message in sends if (message.is_far, message.due) == (is_far, due_step)]
-            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, group) for m in received_messages]
-            operations += [dist.P2POp(dist.isend, m.tensor, m.peer, group) for m in sent_messages]
-            tensors = tuple(message.tensor for message in (*received_messages, *sent_messages))
-            works = dist.batch_isend_irecv(operations)
-            pending = [_Pending(work, tensors) for work in works]
+        for batch in sorted({*received_messages, *sent_messages}):
+            received, sent = received_messages.get(batch, []), sent_messages.get(batch, [])
+            group = process_groups[batch.group]
+            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, group) for m in received]
+            operations += [dist.P2POp(dist.isend, m.tensor, m.peer, group) for m in sent]
+            tensors = tuple(message.tensor for message in (*received, *sent))
+            pending = [_Pending(work, tensors) for work in dist.batch_isend_irecv(operations)]
             self._unfinished += pending
-            if received_messages:
-                pending_by_due[due_step] = pending_by_due.get(due_step, NOTHING) + PendingReceives(pending)
+            if received:
+                pending_by_due[batch.due] = pending_by_due.get(batch.due, NOTHING) + PendingReceives(pending)
         return pending_by_due
+
+
+class _Batch(NamedTuple):
+    """The messages that are posted together, in the order in which all ranks post their batches of a round."""
+
+    is_far: bool
+    due: int
+    group: int  # place of the process group, see `RingGroups.of`
 
 
 class _Pending:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ds_hetero.batch.ring_steps import KernelCall, Ring
-from ds_hetero.runtime.attention.channel import NOTHING, Channel
+from ds_hetero.runtime.attention.channel import NOTHING, Channel, RingGroups
 from ds_hetero.runtime.attention.kernel_calls import BlockCall, Call, packed_calls
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
 from ds_hetero.runtime.attention.lane_mail import GradientBlocks, KVBlocks, LaneMail
@@ -32,14 +31,12 @@ class RingContext:
 
     Attributes:
         rings: this rank's part in the ring of each of its lanes, in the placement's order.
-        group: process group of the replica, for the messages.
-        far_group: another group of the same ranks, for messages between nodes.
+        groups: process groups of the replica, for the messages.
         clock: times the phases and counts FLOPs.
     """
 
     rings: Sequence[Ring]
-    group: ProcessGroup
-    far_group: ProcessGroup | None
+    groups: RingGroups
     kernel: AttentionKernel
     scores: Scores
     clock: Clock = UNTIMED

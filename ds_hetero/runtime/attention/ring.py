@@ -46,7 +46,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple
         return out, lse, [[]]
     with clock.phase(ATTENTION, "attention_begin"):
         out, lse = _empty_result(q, is_written=context.writes_each_query(q.shape[2]))
-        channel = Channel(context.group, context.far_group)
+        channel = Channel(context.groups)
         lanes = [
             LaneForward([x[:, :, ring.tokens] for x in (q, k, v, out, lse)], ring, context, channel)
             for ring in context.rings
@@ -86,7 +86,7 @@ def ring_backward(
         make_own = torch.empty_like if own_is_empty else torch.zeros_like
         grads = [torch.zeros_like(saved.q, dtype=accumulation_dtype)]
         grads += [make_own(x, dtype=accumulation_dtype) for x in (saved.k, saved.v)]
-        channel = Channel(context.group, context.far_group)
+        channel = Channel(context.groups)
         lanes = []
         for ring, last_remote_block in zip(context.rings, last_remote_blocks, strict=True):
             lane_index = (slice(None), slice(None), ring.tokens)  # views: the lanes fill parts of the same tensors

@@ -9,7 +9,19 @@ from ds_hetero.cost.terms import ring as ring_time
 from ds_hetero.cost.terms.ring import RingCoefficients, ring_finish_s, ring_schedule
 
 
-def ring(length, slope, *, start=None, fixed=0.0, latency=0.0, kv=0.0, gradient=0.0, backward=False, causal=False):
+def ring(
+    length,
+    slope,
+    *,
+    start=None,
+    fixed=0.0,
+    latency=0.0,
+    kv=0.0,
+    gradient=0.0,
+    backward=False,
+    causal=False,
+    coupled=False,
+):
     shape = (1, len(length))
 
     def row(values):
@@ -27,6 +39,7 @@ def ring(length, slope, *, start=None, fixed=0.0, latency=0.0, kv=0.0, gradient=
         shared_gradient_s=row(0.0),
         backward=backward,
         contiguous_causal=causal,
+        coupled=coupled,
     )
 
 
@@ -71,9 +84,23 @@ def test_late_groups_make_their_neighbours_wait():
     assert arrivals[0].tolist() == [[5.5, 5.5]]
 
 
+def test_coupled_groups_wait_for_the_group_that_they_send_to():
+    # Speeds as tokens, free transfers: a step takes as many seconds as its block has tokens, on every group. Uncoupled
+    # nobody waits, and the ring takes the sum. The excess of the coupled ring depends on the order alone.
+    for lengths, coupled_s in [((4, 4, 1, 1), 12), ((4, 1, 4, 1), 10), ((8, 4, 2, 1), 20), ((4, 3, 2, 1), 11)]:
+        slopes = [1.0] * len(lengths)
+        assert ring_finish_s(ring(lengths, slopes)).item() == sum(lengths)
+        assert ring_finish_s(ring(lengths, slopes, coupled=True)).item() == coupled_s
+        assert ring_finish_s(ring(lengths, slopes, coupled=True, backward=True)).item() == coupled_s
+    # Two groups send to each other, and equal blocks keep all groups in step: no coupling.
+    assert ring_finish_s(ring([9, 1], [1, 1], coupled=True)).item() == 10
+    assert ring_finish_s(ring([3] * 5, [1, 1, 2, 1, 1], coupled=True)).item() == 30
+
+
+@pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_equals_a_simulation_of_every_message(backward, causal):
+def test_equals_a_simulation_of_every_message(backward, causal, coupled):
     rng = np.random.default_rng(7)
     for _ in range(100):
         size = int(rng.integers(2, 7))
@@ -85,6 +112,7 @@ def test_equals_a_simulation_of_every_message(backward, causal):
             gradient=gradient,
             backward=backward,
             causal=causal,
+            coupled=coupled,
             **values,
         )
         assert ring_time._recurrence(one).item() == pytest.approx(_simulate(one), rel=1e-12)
@@ -144,5 +172,7 @@ def _simulate(one: RingCoefficients) -> float:
                 sizes.append(one.gradient_s[0][p] * length[block])
             if sizes:
                 arrival[p] = max(begin[p], begin[neighbour]) + one.latency_s[0][p] + sum(sizes)
-        begin = {p: max(end[p], arrival.get(p, 0.0)) for p in range(size)}
+        receiver = {p: (p - 1) % size if one.backward else (p + 1) % size for p in range(size)}
+        sent = {p: arrival.get(receiver[p], 0.0) if one.coupled else 0.0 for p in range(size)}
+        begin = {p: max(end[p], arrival.get(p, 0.0), sent[p]) for p in range(size)}
     return max(begin.values())
