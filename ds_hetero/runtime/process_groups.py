@@ -9,7 +9,8 @@ NCCL does three things late unless a call makes them happen early, and each bloc
   _new_process_group_helper: eager_connect_single_device; ProcessGroupNCCL::pointToPoint then takes that one). The
   all_reduce is run nevertheless: by it NCCL connects the ranks for reductions, which also blocks, and a group that does
   not work fails at once. In a group that only carries messages, this costs the buffers of a ring; the self-test's line
-  "memory of a communicator" shows how many bytes.
+  "memory of a communicator" shows how many bytes. Groups for the colours of a ring save them (``connects=False``):
+  their first call is an all-to-all of nothing, which makes the communicator and connects nobody.
 * **A connection** of two ranks is made at their first message, one for each direction and communicator. Inside
   ``ncclGroupEnd`` the host waits until the peer makes the matching call (NCCL 2.30, transport.cc,
   ncclTransportP2pSetup; NVIDIA/nccl#783 says the same), even if other streams could run. A stage that posted the
@@ -76,14 +77,16 @@ class ProcessGroups:
         self._groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
         self._connections: dict[ProcessGroup, Connections] = {}
 
-    def of(self, ranks: Sequence[int], purpose: str = "") -> ProcessGroup:
+    def of(self, ranks: Sequence[int], purpose: str = "", *, connects: bool = True) -> ProcessGroup:
         """Return the group of ``ranks``, in ascending order; the first call makes it and uses it once.
 
         Args:
             purpose: distinguishes groups of the same ranks, whose messages must not wait for each other.
+            connects: connect the ranks for reductions; False for a group that only carries messages.
 
         Caller: every rank of the world, members or not.
-        Collectives: the first time one new_group, and one all_reduce of one element among ``ranks``.
+        Collectives: the first time one new_group, and among ``ranks`` one all_reduce of one element, or one
+            all_to_all_single of none.
         """
         key = tuple(sorted(ranks)), purpose
         if key not in self._groups:
@@ -91,7 +94,7 @@ class ProcessGroups:
             self._groups[key] = group
             if dist.get_rank() in key[0]:
                 with waiting_for_peers("making a process group"):
-                    dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
+                    _use_once(group, connects=connects)
         return self._groups[key]
 
     def all_groups(self) -> list[tuple[tuple[int, ...], str, ProcessGroup]]:
@@ -109,3 +112,13 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._groups.clear()
         self._connections.clear()
+
+
+def _use_once(group: ProcessGroup, *, connects: bool) -> None:
+    """Make the first call on a group, see the module."""
+    device = message_device(group)
+    if connects:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return
+    nothing, no_splits = torch.empty(0, device=device), [0] * dist.get_world_size(group)
+    dist.all_to_all_single(torch.empty_like(nothing), nothing, no_splits, no_splits, group=group)

@@ -132,7 +132,9 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
         if _has_far_group([hosts[member] for member in schedule.ranks]):
             far_group = groups.of(schedule.ranks, "between nodes")
         num_colours = num_ring_colours(schedule) if pairs_by_order() else 1
-        colour_groups = tuple(groups.of(schedule.ranks, f"ring colour {colour}") for colour in range(1, num_colours))
+        colour_groups = tuple(
+            groups.of(schedule.ranks, f"ring colour {colour}", connects=False) for colour in range(1, num_colours)
+        )
         a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:
             a2a_group = a2a_groups[schedule.ring_position(rank)]

@@ -254,7 +254,8 @@ def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
     if stage.schedule is None:
         return None
     sp_group, far_group = groups.of(stage.ranks), groups.of(stage.ranks, FAR)
-    colours = [groups.of(stage.ranks, f"{COLOUR} {colour}") for colour in range(1, num_ring_colours(stage.schedule))]
+    num_colours = num_ring_colours(stage.schedule)
+    colours = [groups.of(stage.ranks, f"{COLOUR} {colour}", connects=False) for colour in range(1, num_colours)]
     a2a = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in stage.schedule.ring_groups]
     if rank not in stage.ranks:
         return None

@@ -15,7 +15,7 @@ pairs.
     WORLD, messages_group,  the job                  yes          none
       DeepSpeed's
     sequence parallelism    a replica                yes          ranks of the neighbouring groups of the ring
-    colours of the ring     a replica                yes          as sequence parallelism: 1, or 2 in odd rings
+    colours of the ring     a replica                no           as sequence parallelism: 1, or 2 in odd rings
     Ulysses all-to-all      a group of the ring      yes          all its ranks
     far group               a replica of more nodes  yes          as sequence parallelism, on other nodes
     zero_within in a node   a node                   yes          none
@@ -282,7 +282,7 @@ class Communicators:
         remote_bytes, local_peer_bytes = self.replica.message_bytes(0), self._local_peer_bytes
         needed_D = remote_bytes + local_peer_bytes * np.asarray(peers_K)[grouping.group_of]
         if num_groups > 2 and self._is_uneven(grouping):
-            of_colour = self.replica.collective_bytes(grouping.cluster.num_ranks) + remote_bytes
+            of_colour = TABLE_BYTES * self.replica.num_message_channels + remote_bytes
             needed_D = needed_D + (colours_of_ring(num_groups) - 1) * of_colour
         return np.asarray(needed_D)
 

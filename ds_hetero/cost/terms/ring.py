@@ -20,7 +20,7 @@ has also posted. Such a ring is *coupled*, and group p begins step t + 1 only af
 
     S_p(t + 1)  = max(E_p(t), R_p(t + 1), R_{p+1}(t + 1))
 
-Example of the coupling: tokens 4:4:1:1 on speeds 4:4:1:1, free transfers. A step on a block of n tokens takes n s on
+Example: tokens 4:4:1:1 on speeds 4:4:1:1, free transfers. A step on a block of n tokens takes n s on
 every group, so the ring takes 10 s. Coupled, groups wait for neighbours that still work on blocks of 4 tokens: 12 s.
 
 Example: two groups, a step takes 4 s in group 0 and 2 s in group 1, a transfer 3 s, and both start at 0. Both next
