@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from benchmarks.lab.table_coupling import CouplingTable
 from benchmarks.lab.table_experts import ExpertsTable
 from benchmarks.lab.table_growth import GrowthTable
 from benchmarks.lab.table_kept import KeptTable
@@ -37,6 +38,7 @@ TABLES: dict[str, LabTable] = {
     "mesh": MeshTable(),
     "growth": GrowthTable(),
     "kept": KeptTable(),
+    "coupling": CouplingTable(),
     "qlora": QloraTable(),
     "experts": ExpertsTable(),
     "replan": ReplanTable(),
