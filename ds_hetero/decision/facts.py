@@ -88,6 +88,9 @@ class JobFacts:
     model: ModelFacts
     training: TrainingFacts
     sp_sizes: Mapping[str, int | None] = field(default_factory=dict)  # sequence-parallel size by source
+    # By rank, the name of the catalogue's rates for the attention kernel that will run, empty if it has none; () if no
+    # rank has any. It is not compared: ranks may run different kernels.
+    attention_rates: tuple[str, ...] = ()
 
 
 FP32_BYTES, MIXED_PRECISION_BYTES = 4, 2

@@ -33,6 +33,7 @@ from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
 from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys
 from ds_hetero.decision.expert_weights import experts_text
 from ds_hetero.decision.facts import JobFacts, TrainingFacts
+from ds_hetero.decision.other_kernels import other_kernel_lines
 from ds_hetero.decision.resolve import (
     check_plan_fits,
     given_plan,
@@ -49,7 +50,7 @@ from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.architectures import expect_built_for
-from ds_hetero.runtime.attention.kernels import AttentionKernel, select
+from ds_hetero.runtime.attention.kernels import AttentionKernel, rates_of, select
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import collectives_library, default_device, device_memory_bytes, has_native_bf16
 from ds_hetero.runtime.peers.watch import waiting_for_peers
@@ -133,7 +134,7 @@ def agree_on_facts(
         PeerError: another rank failed with an error that is not a `HeteroError`.
     """
 
-    def examine() -> tuple[JobFacts, str | None, str, str]:
+    def examine() -> tuple[JobFacts, str | None, str, str, str]:
         expect_built_for(default_device())
         facts = read()
         if world.rank == 0 and facts.section.report is not None:
@@ -141,10 +142,12 @@ def agree_on_facts(
         if has_kernel:
             check_facts(facts, world.size, world.rank)
         without_bf16 = device_without_bf16(facts, default_device())
-        return facts, without_bf16, device_name(), describe_capabilities(facts, world.rank) if world.size > 1 else ""
+        capabilities = describe_capabilities(facts, world.rank) if world.size > 1 else ""
+        rates = _attention_rates(facts, world.rank) if has_kernel else ""
+        return facts, without_bf16, device_name(), capabilities, rates
 
     reports = world.on_all_ranks(examine)
-    facts_by_rank, without_bf16, devices, capabilities = zip(*reports, strict=True)
+    facts_by_rank, without_bf16, devices, capabilities, rates = zip(*reports, strict=True)
     _expect_equal([_compared_facts(facts) for facts in facts_by_rank])
     expect_native_bf16(facts_by_rank[0], without_bf16, in_pipelines=in_pipelines)
     if has_kernel:
@@ -152,7 +155,7 @@ def agree_on_facts(
     for line in capability_lines(capabilities) if world.rank == 0 else ():
         announce(line)
     facts: JobFacts = facts_by_rank[world.rank]
-    return facts
+    return replace(facts, attention_rates=rates) if any(rates) else facts
 
 
 def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> None:
@@ -173,6 +176,15 @@ def expect_kernel(facts: JobFacts, rank: int = 0) -> None:
     """Refuse a requested kernel that is unknown, or does not work on this rank's device. Raises `ConfigError`."""
     if requested_kernel(facts.section.attention, rank) is not None:
         _kernel_of(facts, rank)
+
+
+def _attention_rates(facts: JobFacts, rank: int) -> str:
+    """Return the name of the catalogue's rates for the kernel that this rank will run; empty if it has none."""
+    if not facts.model.is_split:
+        return ""
+    device, dtype = default_device(), getattr(torch, dtype_of(facts))
+    head_dim = facts.model.head_dim or _DEFAULT_HEAD_DIM
+    return rates_of(_kernel_of(facts, rank), device, dtype, head_dim, facts.model.softcap)
 
 
 def _kernel_of(facts: JobFacts, rank: int) -> AttentionKernel:
@@ -401,7 +413,7 @@ def announce_start(start: JobStart) -> None:
     announce(f"on, {plan_text(start.plan, start.section)}")
     if start.expert_weights is not None:
         announce(experts_text(start.expert_weights, start.facts, start.plan))
-    for line in kept_attention_lines(start):
+    for line in (*kept_attention_lines(start), *other_kernel_lines(start)):
         announce(line)
     if start.forecasts and start.section.strategy in (LUT.name, FORMULA.name):
         announce(table_text(start.forecasts[0].cost))

@@ -14,7 +14,7 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.profiler.cache import measure_cached
 from ds_hetero.profiler.device_probes import head_dim_on
 from ds_hetero.profiler.measure import WINDOW_S, measure
-from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, SavedForward, Scores, select
+from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, SavedForward, Scores, rates_of, select
 from ds_hetero.runtime.devices import default_device, default_dtype
 
 
@@ -57,14 +57,25 @@ def kernel_probe(
     device = default_device()
     head_dim = head_dim_on(device) if head_dim is None else head_dim
     block = (torch.device(device.type), dtype or default_dtype(device), head_dim, softcap)
-    return KernelProbe(select(*block, requested=kernel), head_dim, softcap)
+    selected = select(*block, requested=kernel)
+    return KernelProbe(selected, head_dim, softcap, rates_of(selected, *block))
 
 
 class KernelProbe:
-    """Adapter of a runtime kernel to the profiler's `ds_hetero.profiler.device_probes.AttentionProbe`."""
+    """Adapter of a runtime kernel to the profiler's `ds_hetero.profiler.device_probes.AttentionProbe`.
 
-    def __init__(self, kernel: AttentionKernel, head_dim: int, softcap: float | None) -> None:
-        self.name, self.head_dim, self.softcap = kernel.name, head_dim, softcap
+    Args:
+        rates: see `ds_hetero.runtime.attention.kernels.rates_of`.
+
+    Attributes:
+        name: of the kernel, and of the version that it runs if that is not the usual one: a profile of FlashAttention 2
+            does not hold once FlashAttention 3 is installed. It is part of the profile's key.
+    """
+
+    def __init__(self, kernel: AttentionKernel, head_dim: int, softcap: float | None, rates: str = "") -> None:
+        has_newer_version = rates in ("flash_attn_3", "flash_attn_4")
+        self.name = f"{kernel.name} ({rates})" if has_newer_version else kernel.name
+        self.head_dim, self.softcap = head_dim, softcap
         self._kernel, self._scores = kernel, Scores(head_dim**-0.5, softcap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -30,8 +30,9 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.placement import RemapWish
 
-# Attention kernels, best first; see `ds_hetero.runtime.attention.kernels` for the devices on which each works.
-KernelName = Literal["flash_attn", "torch", "triton"]
+# Attention kernels, in the order in which a rank looks for its best. `ds_hetero.runtime.attention.kernels` has the
+# devices on which each works.
+KernelName = Literal["flash_attn", "torch", "triton", "cudnn"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
 # Requested kernels: one for all ranks, a list by rank, or a mapping from parts of device names to kernels. None: every

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -35,8 +36,8 @@ class _BesideAmpere(start.World):
 
     def on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
         found: Any = compute()
-        facts, _, _, capability = found
-        ampere: Any = (facts, None, "NVIDIA A100", capability)
+        facts, _, _, *capabilities = found
+        ampere: Any = (facts, None, "NVIDIA A100", *capabilities)
         return [ampere, *(compute() for _ in range(self.size - 1))]
 
 
@@ -102,7 +103,8 @@ def test_a_model_without_our_attention_is_refused_as_well() -> None:
 def test_what_does_not_need_bf16_trains_there(config: dict[str, Any], dtype: str) -> None:
     facts = _facts(read_training_facts(config), dtype)
     assert source_of_bf16(facts) is None
-    assert start.agree_on_facts(_BesideAmpere(1, 2), lambda: facts) is facts
+    agreed = start.agree_on_facts(_BesideAmpere(1, 2), lambda: facts)
+    assert agreed == replace(facts, attention_rates=agreed.attention_rates)
 
 
 def test_a_cpu_and_an_ampere_gpu_compute_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

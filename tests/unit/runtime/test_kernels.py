@@ -144,7 +144,7 @@ def test_on_cpu_torch_is_the_best():
     assert select(CPU, torch.float32, 64, None, None).name == "torch"
     assert select(CPU, torch.float32, 64, 50.0, "torch").name == "torch"
     reasons = available(CPU, torch.bfloat16, 64)
-    assert list(reasons) == ["flash_attn", "torch", "triton"]
+    assert list(reasons) == ["flash_attn", "torch", "triton", "cudnn"]
     assert reasons["torch"] is None
     assert "CUDA" in reasons["flash_attn"]
 
@@ -161,7 +161,7 @@ def test_a_kernel_that_does_not_work_here_is_refused_with_all_reasons(requested)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("head_dim", [24, 64, 128, 256])
-@pytest.mark.parametrize("name", ["torch", "flash_attn", "triton"])
+@pytest.mark.parametrize("name", ["torch", "flash_attn", "triton", "cudnn"])
 def test_on_a_gpu(name, head_dim, softcap, dtype):
     device = torch.device("cuda")
     try:

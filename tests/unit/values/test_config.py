@@ -92,7 +92,10 @@ def test_defaults_are_those_of_the_manual() -> None:
         ),
         ({"enabled": "yes"}, r'"heterogeneity.enabled": "yes". It takes true or false.'),
         ({"layout": "zig"}, r'"heterogeneity.layout": "zig". It takes "contiguous" or "zigzag".'),
-        ({"attention": "sdpa"}, r'"heterogeneity.attention": "sdpa". It takes one of "flash_attn", "torch", "triton";'),
+        (
+            {"attention": "sdpa"},
+            r'"heterogeneity.attention": "sdpa". It takes one of "flash_attn", "torch", "triton", "cudnn";',
+        ),
         ({"attention": ["torch", "sdpa"]}, r'"heterogeneity.attention": \["torch", "sdpa"\]. It takes one of'),
         ({"schedule": 3}, r'"heterogeneity.schedule": 3. It takes the path of a schedule file'),
         ({"cluster": ["a"]}, r'"heterogeneity.cluster": \["a"\]. It takes "measure", the path of a cluster file'),

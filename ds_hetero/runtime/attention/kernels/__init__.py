@@ -12,7 +12,8 @@ import torch
 
 from ds_hetero.batch.tiles import Band
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.attention.kernels.flash_attn import FlashAttnKernel, flash_attn_refusal
+from ds_hetero.runtime.attention.kernels.cudnn import CudnnKernel, cudnn_refusal
+from ds_hetero.runtime.attention.kernels.flash_attn import FlashAttnKernel, flash_attn_rates, flash_attn_refusal
 from ds_hetero.runtime.attention.kernels.interface import (
     AttentionKernel,
     Blocks,
@@ -21,7 +22,7 @@ from ds_hetero.runtime.attention.kernels.interface import (
     Scores,
 )
 from ds_hetero.runtime.attention.kernels.merge import merge_
-from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel, torch_is_slow, torch_refusal
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel, torch_is_slow, torch_rates, torch_refusal
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel, triton_is_slow, triton_refusal
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Scores",
     "available",
     "merge_",
+    "rates_of",
     "select",
 ]
 
@@ -48,18 +50,23 @@ class KernelEntry:
         make: returns the kernel.
         refusal: returns why the kernel cannot run such a block; None if it can.
         is_slow: whether any other kernel that can run such a block is preferred.
+        rates: returns the name under which `ds_hetero.cluster.attention_rates` has the rates of such a block; empty if
+            it has none.
     """
 
     name: str
     make: Callable[[], AttentionKernel]
     refusal: Callable[[torch.device, torch.dtype, int, float | None], str | None]
     is_slow: Callable[[torch.device, torch.dtype, int, float | None], bool]
+    rates: Callable[[torch.device, torch.dtype, int, float | None], str]
 
 
-KERNELS = (  # best first
-    KernelEntry("flash_attn", FlashAttnKernel, flash_attn_refusal, is_slow=lambda *block: False),
-    KernelEntry("torch", TorchKernel, torch_refusal, torch_is_slow),
-    KernelEntry("triton", TritonKernel, triton_refusal, triton_is_slow),
+# Best first. cuDNN comes last: it runs only where it is named, see `ds_hetero.runtime.attention.kernels.cudnn`.
+KERNELS = (
+    KernelEntry("flash_attn", FlashAttnKernel, flash_attn_refusal, lambda *block: False, flash_attn_rates),
+    KernelEntry("torch", TorchKernel, torch_refusal, torch_is_slow, torch_rates),
+    KernelEntry("triton", TritonKernel, triton_refusal, triton_is_slow, lambda *block: "triton"),
+    KernelEntry("cudnn", CudnnKernel, cudnn_refusal, lambda *block: True, lambda *block: "cudnn"),
 )
 
 
@@ -100,3 +107,13 @@ def select(
 def available(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
     """Return for every kernel, by name, why it cannot run such tensors; None if it can."""
     return {entry.name: entry.refusal(device, dtype, head_dim, None) for entry in KERNELS}
+
+
+def rates_of(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None
+) -> str:
+    """Return the name of the catalogue's rates for a selected kernel; empty if it has none, as for CPUs."""
+    if device.type == "cpu":
+        return ""
+    (entry,) = (entry for entry in KERNELS if entry.name == kernel.name)
+    return entry.rates(device, dtype, head_dim, softcap)

@@ -145,6 +145,23 @@ def _version_2() -> Any:
             return f"flash-attn 2.7 or newer is needed, found {version}: {remedy}"
         return importlib.import_module("flash_attn.flash_attn_interface")
     except importlib.metadata.PackageNotFoundError:
-        return f"flash-attn is not installed: {remedy}"
+        return f"flash-attn is not installed: {remedy}{_remedy_of_version_4()}"
     except ImportError as error:  # it was built for another torch
         return f"flash-attn {version} cannot be imported ({error}): {remedy}"
+
+
+def _remedy_of_version_4() -> str:
+    """Return how to use flash-attn 4, if it is installed: the kernel does not call it, but torch can."""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return (
+        '. flash-attn-4 is another package: call torch.nn.attention.activate_flash_attention_impl("FA4") before '
+        'training, and set "attention": "torch"'
+    )
+
+
+def flash_attn_rates(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str:
+    """Return the catalogue's name of the version that runs such a block."""
+    return "flash_attn_2" if _version_3(device) is None else "flash_attn_3"

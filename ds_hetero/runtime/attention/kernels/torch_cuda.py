@@ -7,6 +7,7 @@ a window and return the log-sum-exp. They read [B, tokens, heads, D].
 from __future__ import annotations
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,7 +37,30 @@ def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
         return f"torch's flash operator takes float16 and bfloat16, not {dtype}"
     if head_dim % 8 or head_dim > 256:
         return f"torch's flash operator takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+    impl = active_flash_impl()
+    generations = _GENERATIONS_OF_IMPL.get(impl) if impl else None
+    if impl is not None and generations is None:
+        return f'torch\'s flash operator has been replaced by "{impl}", which this engine has not been tried with'
+    if generations is not None and torch.cuda.get_device_capability(device)[0] not in generations:
+        listed = " and ".join(f"{major}.x" for major in generations)
+        return f'torch\'s flash operator has been replaced by "{impl}", which runs on compute capability {listed} only'
     return None
+
+
+# Compute capabilities, by the implementation that replaces torch's flash operator: torch 2.13, nn/attention/_fa3.py and
+# _fa4.py, the functions that end in _support_error.
+_GENERATIONS_OF_IMPL = {"FA3": (9,), "FA4": (9, 10)}
+
+
+def active_flash_impl() -> str | None:
+    """Return what replaces torch's flash operator, "FA3" or "FA4"; None: nothing does.
+
+    A script replaces it by ``torch.nn.attention.activate_flash_attention_impl`` (torch 2.11 and newer). The calls below
+    then run FlashAttention 3 or 4, windows and packed documents included.
+    """
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    impl = current() if current is not None else None
+    return None if impl in (None, "FA2") else str(impl)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:

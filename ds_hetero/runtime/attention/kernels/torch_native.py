@@ -18,6 +18,7 @@ from ds_hetero.runtime.attention.kernels.each_block import backward_each, forwar
 from ds_hetero.runtime.attention.kernels.interface import Blocks, PackedBlocks, SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.torch_cuda import (
+    active_flash_impl,
     efficient_backward,
     efficient_forward,
     efficient_refusal,
@@ -35,6 +36,15 @@ def torch_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softc
 def torch_is_slow(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
     """Whether torch has no fused operator for such a block."""
     return _operators(device, dtype, head_dim, softcap) is _PLAIN
+
+
+def torch_rates(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str:
+    """Return the catalogue's name of the operators that run such a block; empty for those that it has no rates of."""
+    operators = _operators(device, dtype, head_dim, softcap)
+    if operators is _FLASH:
+        impl = active_flash_impl()
+        return "torch" if impl is None else f"flash_attn_{impl.removeprefix('FA')}"
+    return "torch" if operators is _EFFICIENT else ""
 
 
 class TorchKernel:
