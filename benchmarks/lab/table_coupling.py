@@ -29,9 +29,9 @@ class CouplingTable:
         for number, shares in enumerate(RINGS):
             plan = CouplingPlan(
                 shares=shares,
-                num_heads=options.heads or 1,
-                tokens=options.tokens[0] if options.tokens else 6144,
-                rounds=options.rounds or (3 if options.quick else 7),
+                num_heads=options.heads or (1 if options.quick else 2),
+                tokens=options.tokens[0] if options.tokens else 16384,
+                rounds=options.rounds or (3 if options.quick else 5),
                 budget_s=60 if options.quick else 240,
             )
 
