@@ -293,9 +293,11 @@ def _post_round(
                 yield due, works
         return
     batches: dict[tuple[bool, int, tuple[int, str]], list[Message]] = defaultdict(list)
-    for message in posted:
-        batches[message.is_far, message.due, groups.purpose_of(message)].append(message.message)
-    for (_, due, (_, purpose)), messages in sorted(batches.items()):
+    for of_round in posted:
+        batches[of_round.is_far, of_round.due, groups.purpose_of(of_round)].append(of_round.message)
+    for batch in sorted(batches):
+        _, due, (_, purpose) = batch
+        messages = batches[batch]
         works = log.messages(groups.ranks, purpose, messages)
         unfinished += works
         if not all(message.sends for message in messages):
