@@ -51,7 +51,7 @@ def cudnn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softc
         return "cuDNN runs on NVIDIA's GPUs, and this torch is built for ROCm"
     if torch.cuda.get_device_capability(device)[0] not in _GENERATIONS:
         return "cuDNN's attention is used on Hopper (sm90) and data-centre Blackwell (sm100, sm103)"
-    version = torch.backends.cudnn.version() or 0
+    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     if version < LEAST_CUDNN:
         return f"cuDNN {_spelled(LEAST_CUDNN)} or newer is needed, found {_spelled(version) if version else 'none'}"
     if softcap is not None:
