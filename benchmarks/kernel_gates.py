@@ -25,7 +25,6 @@ from ds_hetero.batch.tiles import CAUSAL, FULL
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.runtime.attention import ring as ring_module
 from ds_hetero.runtime.attention.batch_layout import batch_layout
-from ds_hetero.runtime.attention.channel import RingGroups
 from ds_hetero.runtime.attention.kernels import (
     AttentionKernel,
     Blocks,
@@ -41,6 +40,7 @@ from ds_hetero.runtime.attention.kernels.cudnn import LEAST_CUDNN, block_refusal
 from ds_hetero.runtime.attention.kernels.plain import plain_forward
 from ds_hetero.runtime.attention.lane_passes import RingContext
 from ds_hetero.runtime.attention.ring import ring_forward
+from ds_hetero.runtime.ring_groups import RingGroups
 from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.placement import Rows, stream_placement
 

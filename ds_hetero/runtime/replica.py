@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.batch.ring_colours import num_ring_colours, ring_colour
 from ds_hetero.errors import ScheduleError
-from ds_hetero.runtime.attention.channel import RingGroups
 from ds_hetero.runtime.backends import pairs_by_order
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.runtime.ring_groups import RingGroups
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.schedule import Group, Schedule
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.runtime.backends import pairs_by_order
 from ds_hetero.runtime.peers.watch import waiting_for_peers
+from ds_hetero.runtime.ring_groups import RingGroups
 
 
 class Message(NamedTuple):
@@ -47,29 +47,6 @@ class PendingReceives:
 
 
 NOTHING = PendingReceives(())  # for a step before which nothing has to arrive
-
-
-class RingGroups(NamedTuple):
-    """Process groups of the same ranks, over which the messages of a replica's rings go.
-
-    A backend that pairs messages by order transfers the messages of a group one after the other, and those that are
-    posted together as one. Messages that must not wait for each other have groups of their own.
-    """
-
-    near: ProcessGroup  # for colour 0 of `ds_hetero.batch.ring_colours`
-    far: ProcessGroup | None = None  # for far messages; None: they go over ``near``
-    other_colours: tuple[ProcessGroup, ...] = ()  # for colours 1, 2, ...; those without a group go over ``near``
-    colour_of_peer: Mapping[int, int] = MappingProxyType({})  # by global rank; 0 for all others
-
-    def of(self, message: Message) -> tuple[int, ProcessGroup]:
-        """Return the group of a message, and its place among all groups, the same at both ends of the message."""
-        num_colours = 1 + len(self.other_colours)
-        if message.is_far:
-            return num_colours, self.far or self.near
-        colour = self.colour_of_peer.get(message.peer, 0)
-        if colour in range(1, num_colours):
-            return colour, self.other_colours[colour - 1]
-        return 0, self.near
 
 
 class Channel:
@@ -121,7 +98,7 @@ class Channel:
         process_groups: dict[int, ProcessGroup] = {}
         for messages, batches in ((receives, received_messages), (sends, sent_messages)):
             for message in messages:
-                place, process_groups[place] = self._groups.of(message)
+                place, process_groups[place] = self._groups.of(message.peer, is_far=message.is_far)
                 batches[_Batch(message.is_far, message.due, place)].append(message)
         pending_by_due: dict[int, PendingReceives] = {}
         for batch in sorted({*received_messages, *sent_messages}):

@@ -16,12 +16,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ds_hetero.batch.ring_steps import KernelCall, Ring
-from ds_hetero.runtime.attention.channel import NOTHING, Channel, RingGroups
+from ds_hetero.runtime.attention.channel import NOTHING, Channel
 from ds_hetero.runtime.attention.kernel_calls import BlockCall, Call, packed_calls
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
 from ds_hetero.runtime.attention.lane_mail import GradientBlocks, KVBlocks, LaneMail
 from ds_hetero.runtime.attention.round_order import Rounds
 from ds_hetero.runtime.attention.travelling_kv import local_kv, pack_kv
+from ds_hetero.runtime.ring_groups import RingGroups
 from ds_hetero.runtime.step_clock import ATTENTION, UNTIMED, Clock
 
 
