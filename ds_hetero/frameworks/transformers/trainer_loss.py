@@ -77,9 +77,9 @@ def _draw_batches(
         batches, items = stock(trainer, epoch_iterator, num_batches, device)
         if items is None:
             return batches, None
-        # accelerate has gathered the labels once per replica, so that their sum is right, but
-        # ``_get_num_items_in_batch`` has divided it by sp_size.
-        return batches, items * trainer.get_sp_size()
+        # Stock divides the number by sp_size, and rounds it before transformers 5.20. So it is counted again without.
+        with registry.adapters.processes.one_process_per_replica():
+            return batches, trainer._get_num_items_in_batch(batches, device)
     # The Trainer draws batches before it calls model.train(), and the loader gives shards to models in training only.
     with sharding(True), naming_trainer(trainer):
         batches, _ = stock(trainer, epoch_iterator, num_batches, device)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
-from packaging.version import Version
 from transformers import Trainer
 
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, wanted_results
 from ds_hetero.engine.registry import Registry
-from ds_hetero.errors import VersionError
 from ds_hetero.frameworks.transformers.evaluation import accepts_loss_kwargs, takes_loss_from_logits
-
-# Older releases round the number of labels by which the Trainer divides losses from whole sequences.
-_OLDEST_TRANSFORMERS = Version("5.20")
 
 
 def is_alone(registry: Registry, trainer: Trainer) -> bool:
@@ -43,16 +37,7 @@ def calls_sharded(registry: Registry, trainer: Trainer) -> Iterator[None]:
 
     Calls of its models take whole batches, are sharded at the model's forward, and return the outputs of the whole
     batch. accelerate gathers one value of each replica. So loss, metrics and evaluation are those of one process.
-
-    Raises:
-        VersionError: the installed transformers divides such losses by a rounded number.
     """
-    if Version(version("transformers")) < _OLDEST_TRANSFORMERS:
-        raise VersionError(
-            f"{type(trainer).__name__} computes its loss from whole sequences or from all logits, which trains as on "
-            f"one process from transformers {_OLDEST_TRANSFORMERS} on; {version('transformers')} is installed. "
-            "Upgrade it, or leave out label smoothing and compute_loss_func."
-        )
     if wanted_results() is not None:  # an evaluation during training: already inside
         yield
         return

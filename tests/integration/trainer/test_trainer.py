@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packaging.version import Version
 
-from ds_hetero.errors import VersionError
 from tests.integration.tiny import (
     BY_DOCUMENTS,
     CLIP,
@@ -34,9 +31,6 @@ from tests.integration.tiny import (
 )
 from tests.support import run_deepspeed
 
-ITEMS_ARE_EXACT = Version(version("transformers")) >= Version(
-    "5.20"
-)  # before, the Trainer rounds how many labels there are
 # What one process logs; the rest are times.
 _LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "train_loss")
 
@@ -414,7 +408,6 @@ def _refuse(rank: int) -> list[str]:
         pytest.param(4, "smoothing", id="label smoothing, two replicas", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.skipif(not ITEMS_ARE_EXACT, reason="refused: the test below")
 def test_losses_of_all_logits_train_and_evaluate_as_on_one_process(world_size: int, loss: str) -> None:
     options = {"num_samples": 8, "gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
     batch_size = world_size // 2
@@ -439,18 +432,6 @@ def _train_by_logits(rank: int, stage: int | None, loss: str, batch_size: int, o
         trainer.compute_loss_func = _focal_loss
     trainer.train()
     return logged(trainer), parameters(trainer.model, stage or 0)
-
-
-@pytest.mark.skipif(ITEMS_ARE_EXACT, reason="trains: the test above")
-def test_losses_of_all_logits_are_refused_with_transformers_that_round_their_items() -> None:
-    for message in ranks(_refusal_by_logits, 2):
-        assert "label smoothing" in message
-
-
-def _refusal_by_logits(rank: int) -> str:
-    with pytest.raises(VersionError) as caught:
-        _train_by_logits(rank, 2, "smoothing", 1, {"num_samples": 8})
-    return str(caught.value)
 
 
 def _focal_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
