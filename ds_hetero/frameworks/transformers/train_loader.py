@@ -4,11 +4,13 @@ loader                                         batches
 prepared by accelerate                         divided among replicas when it is prepared
 plain, replicas take different batches         divided here (`replica_samples`)
 plain, ranks share each sequence               read by all ranks of a replica; `count_batches` counts those of an epoch
+of ms-swift, ranks share each sequence         made one of all samples, and prepared by accelerate (`rank_samplers`)
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from transformers import Trainer
 
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import ConfigError, SamplingError
+from ds_hetero.frameworks.transformers.rank_samplers import divides_by_rank, loader_of_all_samples
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.batch_mode import describe_loader, expect_unsharded
@@ -61,6 +64,10 @@ def making_train_loader(
     def get_train_dataloader() -> Any:
         with preparing():
             loader = make_loader()
+            if batches is None and divides_by_rank(loader):
+                seed_workers_by_replica(trainer, loader)
+                all_samples = loader_of_all_samples(loader, dist.get_world_size() // trainer.get_sp_size())
+                loader = trainer.accelerator.prepare(all_samples)
         if batches is None or reader_of(loader) is not None:
             return loader
         return _divide_samples(loader, batches, f"{type(trainer).__name__}.get_train_dataloader", is_of_rank)
@@ -70,6 +77,19 @@ def making_train_loader(
         yield
     finally:
         trainer.__dict__.pop("get_train_dataloader", None)
+
+
+def seed_workers_by_replica(trainer: Trainer, loader: Any) -> None:
+    """Seed loader workers by replica, so that a collator draws the same masks on all ranks of a replica.
+
+    ``Trainer._get_dataloader`` seeds workers by rank: ``partial(seed_worker, num_workers=..., rank=...)``.
+    """
+    loader = getattr(loader, "base_dataloader", loader)
+    seed_worker = loader.worker_init_fn
+    if isinstance(seed_worker, functools.partial) and "rank" in seed_worker.keywords:
+        replica = seed_worker.keywords["rank"] // trainer.get_sp_size()
+        keywords = {**seed_worker.keywords, "rank": replica}
+        loader.worker_init_fn = functools.partial(seed_worker.func, *seed_worker.args, **keywords)
 
 
 def _divide_samples(loader: Any, batches: ReplicaBatches, method_name: str, is_of_rank: bool) -> Any:

@@ -16,7 +16,12 @@ from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.transformers.evaluation import evaluates_shards, is_sharded
 from ds_hetero.frameworks.transformers.resumed_epochs import epochs_of, forget_epochs
-from ds_hetero.frameworks.transformers.train_loader import CountedLoader, count_batches, making_train_loader
+from ds_hetero.frameworks.transformers.train_loader import (
+    CountedLoader,
+    count_batches,
+    making_train_loader,
+    seed_workers_by_replica,
+)
 from ds_hetero.frameworks.transformers.trainer_modes import takes_whole_batches
 from ds_hetero.frameworks.transformers.unlike_batches import complete_configuration, takes_unlike_batches
 from ds_hetero.job.start import ReplicaBatches
@@ -57,21 +62,8 @@ def get_dataloader(registry: Registry, stock: Function, trainer: Trainer, *args:
         return stock(trainer, *args, **kwargs)
     with loaders_over_replicas(trainer.get_sp_size(), replica_batches(registry, trainer)):
         loader = stock(trainer, *args, **kwargs)
-    _seed_workers_by_replica(trainer, loader)
+    seed_workers_by_replica(trainer, loader)
     return loader
-
-
-def _seed_workers_by_replica(trainer: Trainer, loader: Any) -> None:
-    """Seed loader workers by replica, so that a collator draws the same masks on all ranks of a replica.
-
-    ``Trainer._get_dataloader`` seeds workers by rank: ``partial(seed_worker, num_workers=..., rank=...)``.
-    """
-    loader = getattr(loader, "base_dataloader", loader)
-    seed_worker = loader.worker_init_fn
-    if isinstance(seed_worker, functools.partial) and "rank" in seed_worker.keywords:
-        replica = seed_worker.keywords["rank"] // trainer.get_sp_size()
-        keywords = {**seed_worker.keywords, "rank": replica}
-        loader.worker_init_fn = functools.partial(seed_worker.func, *seed_worker.args, **keywords)
 
 
 def get_train_sampler(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> Any:

@@ -21,7 +21,7 @@ from ds_hetero.runtime.data.epochs import add_to_checksum, expect_same_checksum
 from ds_hetero.runtime.data.shards import Entries
 from ds_hetero.values.plans import BatchSplit
 
-_COPIED_ARGUMENTS = (
+COPIED_ARGUMENTS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -214,7 +214,7 @@ def replica_samples(
             not come in the order of the samples.
     """
     dataset = dataloader.dataset
-    copied_arguments: Entries = {name: getattr(dataloader, name) for name in _COPIED_ARGUMENTS}
+    copied_arguments: Entries = {name: getattr(dataloader, name) for name in COPIED_ARGUMENTS}
     if isinstance(dataset, IterableDataset):
         if dataloader.batch_size is None or dataloader.num_workers > 1:
             raise BatchError(
@@ -234,7 +234,7 @@ def replica_samples(
 def all_samples(dataloader: Any) -> DataLoader[Any]:
     """Return the loader of all samples from which `replica_samples` made ``dataloader``."""
     reader = reader_of(dataloader)
-    copied_arguments: Entries = {name: getattr(dataloader, name) for name in _COPIED_ARGUMENTS}
+    copied_arguments: Entries = {name: getattr(dataloader, name) for name in COPIED_ARGUMENTS}
     if isinstance(reader, ReplicaStream):
         return DataLoader(reader.dataset, reader.batch_size, drop_last=reader.drop_last, **copied_arguments)
     assert reader is not None

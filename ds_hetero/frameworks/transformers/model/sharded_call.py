@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.utils import ModelOutput
 
 from ds_hetero.engine.forward_mode import Wanted
@@ -100,6 +101,8 @@ class ShardedCall:
         entries = {name: entry for name, entry in arguments.items() if entry is not None}
         self._num_items = entries.pop("num_items_in_batch", None)
         self._kept_logits = entries.pop("logits_to_keep", 0)  # number of last positions of the whole sequence; 0: all
+        if "labels" in entries and isinstance(self._kept_logits, int):
+            entries["labels"] = _labels_of_all_tokens(entries, self._kept_logits)
         placed = self._agree_on_batch(entries)
         self._placement = placed.placement
         shard = _shard_of(placed, self._replica.rank)
@@ -299,6 +302,19 @@ def _cut_intervals(tensor: Tensor, intervals: tuple[tuple[int, int], ...]) -> Te
     """Return the entries of a tensor at the positions in ``intervals``: [B, L, ...] -> [B, s, ...]."""
     parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
     return torch.cat(parts, dim=1)
+
+
+def _labels_of_all_tokens(entries: Batch, kept_logits: int) -> Tensor:
+    """Return the labels, with columns of -100 in front if there are labels only for the logits that are kept.
+
+    Of k kept logits and k labels, a model compares the first k - 1 logits with the last k - 1 labels. So the first
+    label does not count: with k = 3, labels 5 6 7 of 5 tokens become -100 -100 -100 6 7.
+    """
+    labels: Tensor = entries["labels"]
+    num_tokens = entries["input_ids"].shape[1] if "input_ids" in entries else entries["inputs_embeds"].shape[1]
+    if labels.shape[1:] != (kept_logits,) or kept_logits == num_tokens:
+        return labels
+    return pad(labels[:, 1:], (num_tokens - kept_logits + 1, 0), value=IGNORE_INDEX)
 
 
 def _expect_cuttable(model: str, arguments: Batch, replica: Replica, kept_logits: Any) -> None:
