@@ -135,8 +135,8 @@ def tensor_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate
 def grouped_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
     """Return a plan with tensor groups of two and tokens by speed, then uniform grids, up to ``most`` plans.
 
-    The grids share sequences evenly, between tensor groups of two ranks or between single ranks; or they are the best
-    grids of tensor-parallel stages and pipelines.
+    The grids share sequences evenly, between tensor groups of two ranks or (the best one by prediction) between single
+    ranks; or they are the best grids of tensor-parallel stages and pipelines.
     """
     model = model_of(task.shape)
     costs = CalibratedStageCosts(cluster, model, workload(task.tokens), find=ScheduleFinder())
@@ -151,6 +151,7 @@ def grouped_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidat
     candidates = [_candidate(OURS, ours)]
     (pipeline,) = ours.pipelines
     for size in (2, 1):
+        grids = []
         num_members = cluster.num_ranks // size
         for mesh in usp_meshes(num_members, model.num_heads // size, model.num_kv_heads // size):
             schedule = mesh.of_tensor_groups(range(cluster.num_ranks), size)
@@ -158,7 +159,9 @@ def grouped_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidat
             grid = replace(ours, pipelines=(replace(pipeline, stages=(stage,)),), predicted=None)
             fresh = CalibratedStageCosts(cluster, model, costs.workload)  # a cost model knows one schedule of a stage
             judged = to_plan(fresh, judge_plan(fresh, grid, goal))
-            candidates.append(_candidate(f"{GRID} tp{size} cp{num_members} in {mesh.ring_size} groups", judged))
+            grids.append(_candidate(f"{GRID} tp{size} cp{num_members} in {mesh.ring_size} groups", judged))
+        grids.sort(key=lambda candidate: candidate.predicted_s)
+        candidates += grids if size > 1 else grids[:1]
     return [*candidates, *_grids(costs, goal, task)][:most]
 
 

@@ -73,13 +73,9 @@ def test_tensor_groups_run_beside_uniform_grids_of_tensor_and_sequence_paralleli
     cluster = cluster_from_dict({"nodes": nodes, "network": link, "devices": devices})
     shape = Shape(num_heads=12, num_kv_heads=12, head_dim=16, hidden_size=192, num_layers=4)
     ours, *grids = grouped_candidates(cluster, Task(shape, 1024, 2), 6)
-    assert [grid.name for grid in grids[:5]] == [
-        "grid tp2 cp2 in 2 groups",
-        "grid tp2 cp2 in 1 groups",
-        "grid tp1 cp4 in 4 groups",
-        "grid tp1 cp4 in 2 groups",
-        "grid tp1 cp4 in 1 groups",
-    ]
+    names = [grid.name for grid in grids]
+    assert {"grid tp2 cp2 in 2 groups", "grid tp2 cp2 in 1 groups"} < set(names)
+    assert sum("tp1 cp4" in name for name in names) == 1
     (stage,) = ours.plan.pipelines[0].stages
     tokens = stage.schedule.tokens(1024)
     assert tokens[0] > 1.5 * tokens[2]
