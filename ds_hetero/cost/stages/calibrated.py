@@ -80,9 +80,6 @@ class CalibratedStageCosts(StageCosts):
                 "stages of pipelines compute attention again in a recomputation, but keep_attention is on. Leave it "
                 "out, or plan sequence parallelism: --parallel sequence."
             )
-        # Stages own optimizer state as ZeRO-1 does, whatever stage the user has set. ZeRO-3's work in a layer, its
-        # launches and DeepSpeed's linear layer, must not count: no stage gathers parameters.
-        workload = replace(workload, zero_stage=1, zero_cluster=None)
         super().__init__(cluster, model, workload.seq_len, workload.activation_checkpointing)
         self.workload, self.inners, self.owners = workload, tuple(inners), owners
         self._find = find
