@@ -42,6 +42,8 @@ COMPILED = (
     "torch:ops.aten._efficient_attention_forward",
     "torch:ops.aten._flash_attention_backward",
     "torch:ops.aten._flash_attention_forward",
+    "torch:ops.aten._scaled_dot_product_cudnn_attention",
+    "torch:ops.aten._scaled_dot_product_cudnn_attention_backward",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
 )

@@ -348,9 +348,9 @@ def test_a_communicator_that_some_of_its_ranks_use_first_is_never_made():
 
 
 def test_messages_of_a_round_that_are_not_posted_together_lock(monkeypatch):
-    def apart(log, ranks, posted, unfinished):
+    def apart(log, groups, posted, unfinished):
         for message, due, _ in sorted(posted, key=lambda entry: not entry.message.sends):
-            works = log.messages(ranks, "", [message])
+            works = log.messages(groups.ranks, "", [message])
             unfinished += works
             if not message.sends:
                 yield due, works

@@ -64,7 +64,7 @@ from ds_hetero.elastic.segments import (
 )
 
 SILENCE_S = 6.0  # time after which a silent agent counts as lost; agents send a heartbeat every second
-_MAX_EVENTS = 50  # latest events that are kept, and sent by `do_status`; older ones nobody can ask for
+_KEPT_EVENTS = 50  # latest events that are kept, and sent by `do_status`; older ones nobody can ask for
 _SPARES_PERIOD_S = 5.0  # between two attempts to reserve pages for small files
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class NodeServer:
         self.token = token
         self.memory_bytes = memory_bytes
         self.rounds = Rounds(replace(rules, searches=True))
-        self.events: deque[Message] = deque(maxlen=_MAX_EVENTS)
+        self.events: deque[Message] = deque(maxlen=_KEPT_EVENTS)
         self.has_ended = threading.Event()
         self._lock = threading.RLock()  # of the rounds
 

@@ -334,7 +334,7 @@ def test_plan_and_simulate_keep_the_contract(tmp_path):
 
 # What `ds-hetero plan` may load, beside the standard library: half of what a small plan takes is starting.
 PLAN_LOADS = {"click", "numpy"}
-PLAN_LOADS_OF_OURS = {"cli", "cluster", "common", "cost", "errors", "models", "planner", "reporting", "values"}
+PLAN_LOADS_OF_OURS = {"batch", "cli", "cluster", "common", "cost", "errors", "models", "planner", "reporting", "values"}
 PLAN_LEAVES = {
     "numpy.ma",
     "numpy.testing",

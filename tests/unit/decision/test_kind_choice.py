@@ -59,7 +59,7 @@ def test_a_kind_that_the_call_rules_out_is_named_and_the_other_is_taken() -> Non
 
 def test_the_best_job_outside_of_the_configuration_is_told_with_what_would_change() -> None:
     """ZeRO-3 over a slow network; its job keeps the stage, and says what another stage would gain."""
-    facts = facts_of(SLOW, TrainingFacts(zero_stage=3, micro_batch_size=8))
+    facts = facts_of(SLOW, TrainingFacts(zero_stage=3, micro_batch_size=8), seq_len=2048)
     choice = choice_of(facts, 2, {PIPELINES: "ZeRO-3"})
     (told,) = choice.lines[1:]
     gain = float(told.partition(" ")[0])

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers.utils import ModelOutput
 
 from ds_hetero.engine.forward_mode import Wanted
@@ -314,7 +313,7 @@ def _labels_of_all_tokens(entries: Batch, kept_logits: int) -> Tensor:
     num_tokens = entries["input_ids"].shape[1] if "input_ids" in entries else entries["inputs_embeds"].shape[1]
     if labels.shape[1:] != (kept_logits,) or kept_logits == num_tokens:
         return labels
-    return pad(labels[:, 1:], (num_tokens - kept_logits + 1, 0), value=IGNORE_INDEX)
+    return nn.functional.pad(labels[:, 1:], (num_tokens - kept_logits + 1, 0), value=IGNORE_INDEX)
 
 
 def _expect_cuttable(model: str, arguments: Batch, replica: Replica, kept_logits: Any) -> None:

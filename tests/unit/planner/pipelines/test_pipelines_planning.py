@@ -61,10 +61,10 @@ def owned_parameters(plan, model, stage, rank):
         holders = []
         for pipeline in plan.pipelines:
             other = next(each for each in pipeline.stages if each.layers[0] <= layer < each.layers[1])
-            holders += other.ranks if other.inner == "sequence" else other.ranks[:1]
+            holders += [ranks[0] for ranks in other.token_holders]
         share = weights[rank] / sum(weights[holder] for holder in holders)
         owned += parameters_of(model, layer, layer + 1) * share
-    return owned / (len(stage.ranks) if stage.inner == "tensor" else 1)
+    return owned / len(stage.holders_with(rank))
 
 
 def assert_sound(found, cluster, model, samples):
@@ -77,13 +77,14 @@ def assert_sound(found, cluster, model, samples):
     work = costs.workload
     for pipeline in plan.pipelines:
         for j, stage in enumerate(pipeline.stages):
-            parameters, cut = parameters_of(model, *stage.layers), len(stage.ranks) if stage.inner == "tensor" else 1
-            tokens_of = stage.schedule.tokens(costs.seq_len) if stage.schedule else {}
+            parameters = parameters_of(model, *stage.layers)
             for rank in stage.ranks:
-                device = cluster.devices[rank]
-                states = parameters / cut * (2 + 4) + 12 * owned_parameters(plan, model, stage, rank)
+                device, schedule, sharers = cluster.devices[rank], stage.schedule_of(rank), stage.holders_with(rank)
+                states = parameters / len(sharers) * (2 + 4) + 12 * owned_parameters(plan, model, stage, rank)
                 if work.activation_checkpointing:
-                    tokens = pipeline.micro_batch_size * tokens_of.get(rank, costs.seq_len)
+                    tokens = pipeline.micro_batch_size * costs.seq_len
+                    if schedule is not None:  # a tensor group shares the tokens of a layer's input
+                        tokens = pipeline.micro_batch_size * schedule.tokens(costs.seq_len)[rank] / len(sharers)
                     states += (
                         pipeline.in_flight(j) * (stage.layers[1] - stage.layers[0]) * tokens * model.hidden_size * 2
                     )
