@@ -20,7 +20,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -64,7 +63,7 @@ def _computes_from_labels(compute_loss: Function) -> bool:
     return "labels" in code.co_consts and "compute_loss" not in code.co_names
 
 
-_takes_items: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
+_TAKES_ITEMS = "_ds_hetero_takes_items"  # attribute of a Trainer; those of TRL may be unhashable, so it is no key
 
 
 def offer_loss_kwargs(trainer: Trainer) -> None:
@@ -87,10 +86,11 @@ def accepts_loss_kwargs(trainer: Trainer) -> bool:
     The first call, when the Trainer begins to train or evaluate, takes the answer from ``model_accepts_loss_kwargs``,
     and sets that to False, as stock wants it with sequence parallelism.
     """
-    if trainer not in _takes_items:
-        _takes_items[trainer] = bool(trainer.model_accepts_loss_kwargs)
+    if _TAKES_ITEMS not in vars(trainer):
+        setattr(trainer, _TAKES_ITEMS, bool(trainer.model_accepts_loss_kwargs))
         trainer.model_accepts_loss_kwargs = False
-    return _takes_items[trainer]
+    takes_items: bool = vars(trainer)[_TAKES_ITEMS]
+    return takes_items
 
 
 def evaluates_shards(registry: Registry, trainer: Trainer) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.proof.chance import random_parts
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.stages import check_stages, impossible_stage_kinds
+from ds_hetero.gradient_sync.shards import local_tensor
 from ds_hetero.values.plans import read_plan
 from tests.integration.tiny import VOCAB, checkpoint_activations, compute_in, llama
 from tests.support import run_deepspeed, run_ranks
@@ -219,7 +220,7 @@ def errors_against_one_process(
         wanted = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=-100)
         worst = max(worst, abs(engine(**batch).loss.item() - wanted.item()))
     engine.destroy()
-    return worst, sum(parameter.numel() for parameter in held.values())
+    return worst, sum(local_tensor(parameter).numel() for parameter in held.values())
 
 
 def made_model(changes, lora):
