@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.proof.chance import random_plan
 from benchmarks.proof.events import Call, Event
 from benchmarks.proof.messages import (
-    COLOUR,
     FAR,
     HEAD_DIM,
     AttentionTables,
@@ -30,7 +29,6 @@ from benchmarks.proof.messages import (
     pipeline_step,
 )
 from benchmarks.proof.recording import recording
-from ds_hetero.batch.ring_colours import num_ring_colours
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.gradient_sync.bucket_transfer import BucketTransfer
 from ds_hetero.runtime import replica as replica_module
@@ -254,8 +252,6 @@ def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
     if stage.schedule is None:
         return None
     sp_group, far_group = groups.of(stage.ranks), groups.of(stage.ranks, FAR)
-    num_colours = num_ring_colours(stage.schedule)
-    colours = [groups.of(stage.ranks, f"{COLOUR} {colour}", connects=False) for colour in range(1, num_colours)]
     a2a = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in stage.schedule.ring_groups]
     if rank not in stage.ranks:
         return None
@@ -265,5 +261,4 @@ def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
         sp_group=sp_group,
         a2a_group=a2a[stage.schedule.ring_position(rank)],
         far_group=far_group,
-        colour_groups=tuple(colours),
     )
