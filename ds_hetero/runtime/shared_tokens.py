@@ -72,26 +72,22 @@ class _PartOfCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.tokens, ctx.group), None
+        return gather_parts(gradient, ctx.tokens, ctx.group), None
 
 
 class _CopiesOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(part, tokens, group)
+        return gather_parts(part, tokens, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _parts(gradient, dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].clone(), None, None
 
 
-class _EnterRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(part, tokens, group)
-
+class _EnterRegion(_CopiesOfParts):
+    # The forward is the same. But here the ranks' gradients are summands, and not equal.
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _sum_to_parts(gradient, ctx.group), None, None
@@ -105,7 +101,7 @@ class _LeaveRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.tokens, ctx.group), None
+        return gather_parts(gradient, ctx.tokens, ctx.group), None
 
 
 def _parts(x: Tensor, num_parts: int) -> Tensor:
@@ -117,12 +113,17 @@ def _parts(x: Tensor, num_parts: int) -> Tensor:
     return x.view(rows, num_parts, -1, width).transpose(0, 1).contiguous()
 
 
-def _gather(part: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
-    """All-gather parts [b, c, H] to [b, ``tokens``, H]."""
+def gather_parts(part: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
+    """All-gather parts [b, c, H], which follow one another, to [b, ``tokens``, H].
+
+    Collectives: one all-gather, outside of autograd.
+    """
     num_parts = dist.get_world_size(group)
-    parts = part.new_empty(num_parts * part.shape[0], *part.shape[1:])
-    _ALL_GATHER(parts, part.contiguous(), group=group)
-    return parts.view(num_parts, *part.shape).transpose(0, 1).flatten(1, 2)[:, :tokens].contiguous()
+    gathered = part.new_empty(num_parts * part.shape[0], *part.shape[1:])
+    _ALL_GATHER(gathered, part.contiguous(), group=group)
+    parts_bncH = gathered.view(num_parts, *part.shape).transpose(0, 1)
+    # The last parts may be padded.
+    return parts_bncH.flatten(1, 2)[:, :tokens].contiguous()
 
 
 def _sum_to_parts(summand: Tensor, group: ProcessGroup) -> Tensor:

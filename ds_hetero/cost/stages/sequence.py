@@ -199,7 +199,10 @@ class SequenceStages:
         step = self._tensor_size
         if len(parts) == 1:
             return list(self._largest[parts[0].kind].ranks[: parts[0].size : step])
-        return [rank for part in parts for rank in self._ranks_of_pool[part.kind, part.node][: part.size : step]]
+        devices: list[int] = []
+        for part in parts:
+            devices += self._ranks_of_pool[part.kind, part.node][: part.size : step]
+        return devices
 
     def _members(self, part: PoolPart) -> int:
         """Return how many devices of a part the schedule has: one of every tensor group."""

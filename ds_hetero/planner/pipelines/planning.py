@@ -223,8 +223,10 @@ def _with_tensor_groups(
         evaluate = Evaluator(costs, task.global_batch, task.objective)
         candidates = []
         for shapes in shapes_with_tensor_groups(costs, plans, task.sizes):
-            candidate = evaluate(shapes) if can_be_placed(costs.pools, [shape.blocks for shape in shapes]) else None
-            if candidate is not None:
+            if not can_be_placed(costs.pools, [shape.blocks for shape in shapes]):
+                continue
+            candidate = evaluate(shapes)
+            if candidate is not None:  # it fits into memory
                 candidates.append(candidate)
         if candidates:
             yield _finalist(costs, task.objective, min(candidates, key=lambda candidate: candidate.value))

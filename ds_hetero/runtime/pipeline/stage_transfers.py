@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.common.rounding import ceil_div
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.process_groups import Connections, ProcessGroups
+from ds_hetero.runtime.shared_tokens import gather_parts
 from ds_hetero.values.placement import Range
 from ds_hetero.values.plans import Plan, Stage
 from ds_hetero.values.plans.activation_transfers import ActivationTransfer, carried_intervals, held_intervals, transfers
@@ -172,17 +173,10 @@ class Boundary:
         return transfers(self.source, self.target, length)
 
 
-# torch 2.13 has given the function another name.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
+@waiting_for_peers("gathering what a neighbouring stage of its pipeline sent")
 def _gather_tokens(part: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
-    """All-gather parts [b, c, H], which follow one another, to [b, ``tokens``, H]; the last ones may be padded."""
-    rows, carried, width = part.shape
-    parts = part.new_empty(dist.get_world_size(group) * rows, carried, width)
-    with waiting_for_peers("gathering what a neighbouring stage of its pipeline sent"):
-        _ALL_GATHER(parts, part, group=group)
-    return parts.view(-1, rows, carried, width).transpose(0, 1).flatten(1, 2)[:, :tokens].contiguous()
+    """See `gather_parts`; a rank that waits here says so."""
+    return gather_parts(part, tokens, group)
 
 
 def _post(ops: Sequence[dist.P2POp]) -> list[dist.Work]:

@@ -78,8 +78,11 @@ class Plan:
     @property
     def is_replicas(self) -> bool:
         """Whether every pipeline is a single stage of sequence parallelism alone, as `schedules` requires."""
-        kinds = [[(stage.inner, stage.tensor_size) for stage in pipeline.stages] for pipeline in self.pipelines]
-        return all(kinds_of_pipeline == [("sequence", 1)] for kinds_of_pipeline in kinds)
+        for pipeline in self.pipelines:
+            first, *others = pipeline.stages
+            if others or first.inner != "sequence" or first.tensor_size > 1:
+                return False
+        return True
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
