@@ -80,7 +80,7 @@ def test_tensor_groups_train_as_one_process():
 
 @pytest.mark.parametrize(
     ("changed", "shares"),
-    [({}, True), ({"layers.*.mlp.down_proj": None}, False), ({"layers.*.self_attn.q_proj": None}, True)],
+    [({}, True), ({"layers.*.mlp.down_proj": None}, False), ({"layers.*.self_attn.q_proj": None}, False)],
     ids=["as it is", "an MLP that ends sharded", "whole queries"],
 )
 def test_tokens_are_shared_where_attention_and_mlp_begin_and_end_whole(changed, shares):

@@ -221,7 +221,8 @@ def may_share_tokens(model: nn.Module) -> bool:
 
     Not with adapters, whose uncut matrices would add their gradient of a region's input once on every rank; not with
     dropout, of whose mask every rank would need its tokens' part; nor if a child of a layer begins or ends amid
-    sharded activations, since then it is no region.
+    sharded activations, since then it is no region. In a region all linear layers have to be sharded: what every rank
+    computes whole would be added up once for each rank.
     """
     pretrained = pretrained_of(model)
     if getattr(model, "peft_config", None) or draws_randomly(pretrained):
@@ -229,9 +230,12 @@ def may_share_tokens(model: nn.Module) -> bool:
     plan, layers = tensor_plan_of(pretrained), parts_of(pretrained).layers
     for index, layer in enumerate(getattr(pretrained.base_model, layers)):
         for name, child in layer.named_children():
-            linears = [n for n, m in child.named_modules(prefix=f"{layers}.{index}.{name}") if isinstance(m, nn.Linear)]
-            styles = {_style_of_linear(linear, plan) for linear in linears} & {COLUMN_STYLE, ROW_STYLE}
-            if len(styles) == 1:
+            styles = set()
+            for module_name, module in child.named_modules(prefix=f"{layers}.{index}.{name}"):
+                if isinstance(module, nn.Linear):
+                    styles.add(_style_of_linear(module_name, plan))
+            is_region, is_whole = styles == {COLUMN_STYLE, ROW_STYLE}, styles <= {""}
+            if not is_region and not is_whole:
                 return False
     return True
 
