@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.peers.main_thread import Stay, collectives_of_main_thread
@@ -30,8 +31,11 @@ from tests.support import run_ranks
 SHORT = {"STRICT_GROUP_LOCK_S": "4"}  # of planted locks
 
 
-def _looks(for_s: float) -> tuple[threading.Thread, list[Any]]:
-    """What another thread sees of the main one for a while: its last place, and the collective that it is in."""
+def _looks(for_s: float, store: dist.Store) -> tuple[threading.Thread, list[Any]]:
+    """What another thread sees of the main one for a while: its last place, and the collective that it is in.
+
+    Every thread looks for the last time before the key "seen" counts all ranks.
+    """
     seen: list[Any] = []
     stay = Stay()
 
@@ -42,6 +46,7 @@ def _looks(for_s: float) -> tuple[threading.Thread, list[Any]]:
             stay.look()
         collective, counts = collectives_of_main_thread()
         seen[:] = [stay.place, stay.unchanged_s, collective, counts]
+        store.add("seen", 1)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -53,9 +58,12 @@ def _waits_for_a_number(rank: int) -> Any:
     dist.all_reduce(torch.ones(2))  # connects
     dist.barrier()
     posted_calls.start()
-    thread, seen = _looks(1.5)
+    store = distributed_c10d._get_default_store()
+    thread, seen = _looks(1.5, store)
     if rank == 1:
         thread.join()
+        while store.add("seen", 0) < 2:  # rank 0 is still looking
+            time.sleep(0.01)
     total = torch.ones(2)
     began = time.monotonic()
     dist.all_reduce(total)
@@ -213,11 +221,13 @@ def test_a_tied_embedding_leaves_no_stage_waiting(world_size: int, short: tuple[
 def _posts_on_gloo(rank: int) -> tuple[bool, bool]:
     """What torch's own recorder of gloo says of a collective before the other rank comes to it, and after."""
     dist.barrier()
+    store = distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(1)
+        store.wait(["read"])
     work = dist.all_reduce(torch.ones(2), async_op=True)
     recorder = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
     before = shows_unfinished_call(recorder(False))
+    store.set("read", "")
     assert work is not None
     work.wait()
     time.sleep(0.5)
