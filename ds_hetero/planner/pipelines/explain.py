@@ -27,11 +27,13 @@ def block_text(costs: StageCosts, block: DeviceBlock) -> str:
 
 
 def shape_text(candidate: PlanCandidate) -> str:
-    """Describe the pipelines of a plan: ``4 pipelines of 6 stages``, ``3 pipelines of 2 to 5 stages``."""
+    """Describe the pipelines of a plan: ``4 pipelines of 6 stages``, ``3 pipelines of 2 to 5 stages``, ``2 replicas``."""
     num_stages = [len(shape.blocks) for shape in candidate.shapes]  # by pipeline
-    low, high = min(num_stages), max(num_stages)
-    stages_text = f"{low} stage{'s' if low > 1 else ''}" if low == high else f"{low} to {high} stages"
-    return f"{len(num_stages)} pipeline{'s' if len(num_stages) > 1 else ''} of {stages_text}"
+    low, high, plural = min(num_stages), max(num_stages), "s" if len(num_stages) > 1 else ""
+    if high == 1:  # a pipeline of one stage holds the whole model
+        return f"{len(num_stages)} replica{plural}"
+    stages_text = f"{low} stages" if low == high else f"{low} to {high} stages"
+    return f"{len(num_stages)} pipeline{plural} of {stages_text}"
 
 
 def reasons_of(
