@@ -27,7 +27,7 @@ def block_text(costs: StageCosts, block: DeviceBlock) -> str:
 
 
 def shape_text(candidate: PlanCandidate) -> str:
-    """Describe the pipelines of a plan: ``4 pipelines of 6 stages``, ``3 pipelines of 2 to 5 stages``, ``2 replicas``."""
+    """Describe the pipelines of a plan: ``4 pipelines of 2 to 6 stages``, or ``2 replicas`` of one stage each."""
     num_stages = [len(shape.blocks) for shape in candidate.shapes]  # by pipeline
     low, high, plural = min(num_stages), max(num_stages), "s" if len(num_stages) > 1 else ""
     if high == 1:  # a pipeline of one stage holds the whole model

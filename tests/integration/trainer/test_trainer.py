@@ -455,15 +455,44 @@ PIPELINES = {
     ],
 }
 
+TENSOR_GROUPS = {
+    "version": 2,
+    "model": {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    "pipelines": [
+        {
+            "micro_batch_size": 2,
+            "micro_batches": 2,
+            "stages": [
+                {
+                    "ranks": [0, 1, 2, 3],
+                    "layers": [0, 2],
+                    "inner": "sequence",
+                    "tensor_size": 2,  # groups of ranks 0, 1 and 2, 3, which have 3 and 1 of 4 tokens
+                    "schedule": {
+                        "version": 1,
+                        "num_heads": 4,
+                        "num_kv_heads": 2,
+                        "layout": "zigzag",
+                        "groups": [
+                            {"ranks": [0], "tokens": [3], "heads": [4]},
+                            {"ranks": [2], "tokens": [1], "heads": [4]},
+                        ],
+                    },
+                }
+            ],
+        },
+    ],
+}
 
-def _train_pipelines(rank: int, options: dict[str, Any]) -> Any:
+
+def _train_pipelines(rank: int, plan: dict[str, Any], options: dict[str, Any]) -> Any:
     """Logs of a training that saves, and of one that goes on from its checkpoint; and the folder's weights."""
     from transformers import LlamaForCausalLM
 
     import ds_hetero
 
     ds_hetero.register()
-    ds = {**ds_config(1, PIPELINES), "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    ds = {**ds_config(1, plan), "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     trainer = make_trainer(ds, 4, **options, save_strategy="steps", save_steps=4)
     trainer.train()
     trainer.save_model("weights")
@@ -477,6 +506,7 @@ def test_pipelines_train_log_and_save_as_one_process() -> None:
     options = {"num_samples": 11, "gradient_accumulation_steps": 1, "eval_strategy": "epoch"}
     expected, trained = one_process(_train, None, UNEVEN_2, {**options, "per_device_train_batch_size": 4})
     options |= {"per_device_train_batch_size": 4, "prediction_loss_only": True}
-    outcomes = ranks(_train_pipelines, 4, options)
-    assert_same_logs(outcomes[0][0], expected)
-    assert_same_parameters(outcomes[0][1], trained)
+    for plan in (PIPELINES, TENSOR_GROUPS):
+        outcomes = ranks(_train_pipelines, 4, plan, options)
+        assert_same_logs(outcomes[0][0], expected)
+        assert_same_parameters(outcomes[0][1], trained)
