@@ -21,7 +21,7 @@ from ds_hetero.errors import BatchError, SamplingError
 from ds_hetero.frameworks.transformers.evaluation import accepts_loss_kwargs
 from ds_hetero.frameworks.transformers.resumed_epochs import epochs_of
 from ds_hetero.frameworks.transformers.trainer_modes import split_of
-from ds_hetero.frameworks.transformers.unlike_steps import DummyBatch, unlike_steps
+from ds_hetero.frameworks.transformers.unlike_steps import DummyBatch, UnlikeSteps, unlike_steps
 from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import cross_entropy_sum, sequence_parallel_loss
@@ -126,44 +126,73 @@ def compute_loss(
         outputs = trainer.deepspeed(**inputs)  # in evaluation, ``model`` is the model without its engine
         _set_whether_scaled(trainer, scaled=True)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
+    compute_stock = functools.partial(stock, trainer, model)
     steps = unlike_steps(registry, trainer) if trainer.model.training else None
-    if steps is not None and not steps.is_scaling:
-
-        def compute(model: object, batch: Batch, num_items: torch.Tensor | None) -> Any:
-            return stock(trainer, model, {**batch}, True, num_items)  # a copy, because stock may pop entries
-
-        loss, outputs = steps.scaled_loss(compute, model, inputs, num_items_in_batch, multiplies_by_ranks=True)
-        _set_whether_scaled(trainer, scaled=True)
-        return (loss, outputs) if return_outputs else loss
-    if steps is not None:  # a subclass's compute_loss has called super(); its loss is scaled afterwards
-        result: Any = stock(trainer, model, inputs, return_outputs, num_items_in_batch)
-        if num_items_in_batch is not None:
-            steps.note_multiplied(result[0] if return_outputs else result)
-        return result
+    if steps is not None:
+        return _loss_of_unlike_batch(compute_stock, trainer, steps, model, inputs, return_outputs, num_items_in_batch)
     split = split_of(registry, trainer)
     takes_whole = wanted_results() is not None
     if split is not None and takes_whole and _smooths_by_micro_batch(trainer, inputs, num_items_in_batch):
-        return _label_smoothing_loss(
-            functools.partial(stock, trainer, model), trainer, split.replica, inputs, return_outputs
-        )
+        return _label_smoothing_loss(compute_stock, trainer, split.replica, inputs, return_outputs)
     if split is None or not split.takes_shards or takes_whole:
-        return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
-    is_scaled = num_items_in_batch is not None
+        return compute_stock(inputs, return_outputs, num_items_in_batch)
     if split.model_loss.custom_function:
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if is_scaled else model(**inputs)
-        # Losses that are divided by the labels of all replicas add up over these, but the engine averages them.
-        loss = outputs.loss * (split.replica.num_replicas if is_scaled else 1)
+        loss, outputs = _custom_loss_of_shard(split, model, inputs, num_items_in_batch)
     else:
-        labels = inputs["shift_labels"]
-        num_items = num_items_in_batch
-        if not is_scaled:
-            num_items = _labels_of_micro_batch(trainer, split.replica, labels.ne(IGNORE_INDEX).sum())
-        # A model calls its loss function, which takes shift_labels, only if it gets labels.
-        labels_for_model = {} if split.model_loss.shifts_labels_itself else {"labels": labels}
-        outputs = model(**{**labels_for_model, **inputs})
-        loss = _loss_of_shard(registry, trainer, split, outputs, labels, num_items, num_items_is_of_step=is_scaled)
-    _set_whether_scaled(trainer, scaled=is_scaled)
+        loss, outputs = _model_loss_of_shard(registry, trainer, split, model, inputs, num_items_in_batch)
+    _set_whether_scaled(trainer, scaled=num_items_in_batch is not None)
     return (loss, outputs) if return_outputs else loss
+
+
+def _loss_of_unlike_batch(
+    compute_stock: Function,
+    trainer: Trainer,
+    steps: UnlikeSteps,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool,
+    num_items_in_batch: Any,
+) -> object:
+    """Compute the loss of a batch that only this rank has."""
+    if steps.is_scaling:  # a subclass's compute_loss has called super(); its loss is scaled afterwards
+        result: Any = compute_stock(inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is not None:
+            steps.note_multiplied(result[0] if return_outputs else result)
+        return result
+
+    def compute(_: object, batch: Batch, num_items: torch.Tensor | None) -> Any:
+        return compute_stock({**batch}, True, num_items)  # a copy, because stock may pop entries
+
+    loss, outputs = steps.scaled_loss(compute, model, inputs, num_items_in_batch, multiplies_by_ranks=True)
+    _set_whether_scaled(trainer, scaled=True)
+    return (loss, outputs) if return_outputs else loss
+
+
+def _custom_loss_of_shard(
+    split: SplitModel, model: Any, inputs: Any, num_items_in_batch: Any
+) -> tuple[torch.Tensor, Any]:
+    """Compute the loss by the model, which calls the custom loss function with all logits; return loss and outputs."""
+    if num_items_in_batch is None:
+        outputs = model(**inputs)
+        return outputs.loss, outputs
+    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+    # Losses that are divided by the labels of all replicas add up over these, but the engine averages them.
+    return outputs.loss * split.replica.num_replicas, outputs
+
+
+def _model_loss_of_shard(
+    registry: Registry, trainer: Trainer, split: SplitModel, model: Any, inputs: Any, num_items_in_batch: Any
+) -> tuple[torch.Tensor, Any]:
+    """Compute the loss from the mean over this rank's labels that the model returns; return loss and outputs."""
+    labels, num_items = inputs["shift_labels"], num_items_in_batch
+    if num_items is None:
+        num_items = _labels_of_micro_batch(trainer, split.replica, labels.ne(IGNORE_INDEX).sum())
+    # A model calls its loss function, which takes shift_labels, only if it gets labels.
+    labels_for_model = {} if split.model_loss.shifts_labels_itself else {"labels": labels}
+    outputs = model(**{**labels_for_model, **inputs})
+    is_of_step = num_items_in_batch is not None
+    loss = _loss_of_shard(registry, trainer, split, outputs, labels, num_items, num_items_is_of_step=is_of_step)
+    return loss, outputs
 
 
 def _smooths_by_micro_batch(trainer: Trainer, inputs: Any, num_items: Any) -> bool:

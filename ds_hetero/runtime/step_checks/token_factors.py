@@ -44,7 +44,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ds_hetero.common.text import ranks_by_value
-from ds_hetero.errors import ConfigError
+from ds_hetero.errors import ConfigError, HeteroError
 from ds_hetero.runtime.data.graph_nodes import ELEMENT_LOSSES, LIKELIHOODS, SAME_VALUES, total_weight
 from ds_hetero.runtime.data.parameter_terms import may_be_of_parameters
 from ds_hetero.runtime.data.shard_info import may_be_one_document, shard_info
@@ -289,25 +289,33 @@ class TokenFactors:
         undecided = Undecided(_LEFT_OUT) if any(rank_flags.left_out for rank_flags in flags) else None
         for ranks in ranks_by_value((rank, rank_flags.replica) for rank, rank_flags in enumerate(flags)).values():
             for key in sorted({key for rank in ranks for key in by_rank[rank]}):
-                factors_of_path = {rank: by_rank[rank][key] for rank in ranks if key in by_rank[rank]}
-                factors = _settle(
-                    {rank: rank_factors for rank, rank_factors in factors_of_path.items() if rank_factors.is_counted}
-                )
-                ignored_ranks = [rank for rank in ranks if rank not in factors and _is_ignored(by_rank[rank], key)]
-                if len(factors) == 1 and ignored_ranks:
-                    ((rank, only_factors),) = factors.items()
-                    if abs(only_factors.to_own_mean - 1) <= rtol:
-                        undecided = Undecided(_ONE_RANK.format(rank, ignored_ranks), subject=_ONE_RANK)
-                min_factors = [factors_of_rank.min_factor for factors_of_rank in factors.values()]
-                max_factors = [factors_of_rank.max_factor for factors_of_rank in factors.values()]
-                if not _differ(min_factors, rtol) and not _differ(max_factors, rtol):
-                    continue
-                kinds = {factors_of_rank.kind for factors_of_rank in factors.values()}
-                if _SEVERAL not in kinds and kinds != {_OF_DOCUMENT}:
-                    # Ranks of other replicas may have no such sum; they raise the error without its names.
-                    return _error(dict(zip(factors, max_factors, strict=True)), self._names.get(key.path, ""))
-                undecided = Undecided(_SEVERAL_SUMS)
+                found = self._judge_path(key, {rank: by_rank[rank] for rank in ranks}, rtol)
+                if isinstance(found, HeteroError):
+                    return found
+                if found is not None:
+                    undecided = found
         return undecided
+
+    def _judge_path(self, key: _PathKey, by_rank: dict[int, dict[_PathKey, _Factors]], rtol: float) -> Verdict:
+        """Compare the factors of one path on the ranks of a replica."""
+        factors = _settle(
+            {rank: paths[key] for rank, paths in by_rank.items() if key in paths and paths[key].is_counted}
+        )
+        undecided = None
+        ignored_ranks = [rank for rank, paths in by_rank.items() if rank not in factors and _is_ignored(paths, key)]
+        if len(factors) == 1 and ignored_ranks:
+            ((rank, only_factors),) = factors.items()
+            if abs(only_factors.to_own_mean - 1) <= rtol:
+                undecided = Undecided(_ONE_RANK.format(rank, ignored_ranks), subject=_ONE_RANK)
+        min_factors = [factors_of_rank.min_factor for factors_of_rank in factors.values()]
+        max_factors = [factors_of_rank.max_factor for factors_of_rank in factors.values()]
+        if not _differ(min_factors, rtol) and not _differ(max_factors, rtol):
+            return undecided
+        kinds = {factors_of_rank.kind for factors_of_rank in factors.values()}
+        if _SEVERAL in kinds or kinds == {_OF_DOCUMENT}:
+            return Undecided(_SEVERAL_SUMS)
+        # Ranks of other replicas may have no such sum; they raise the error without its names.
+        return _error(dict(zip(factors, max_factors, strict=True)), self._names.get(key.path, ""))
 
 
 def _find_sums(top: Node) -> tuple[list[_FoundSum], bool]:
