@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import gc
 import json
 import logging
 import mmap
@@ -209,6 +210,8 @@ class NodeServer:
                 content.release()
             file.finish(header)
         wire.send({"stored": True})
+        # CPython keeps thousands of freed tuples for reuse, more after each copy; a full collection gives them back.
+        gc.collect()
 
     def _no_room_text(self, header: Header) -> str:
         """Return the refusal of a copy that does not fit into the free memory."""
