@@ -2,6 +2,7 @@
 
     python -m benchmarks.long_run.soak [--steps 20000] [--json]     # half an hour on two cores
     python -m benchmarks.long_run.soak --quick                      # 600 steps: two minutes, mostly a warm-up
+    python -m benchmarks.long_run.soak --no-thread-caches           # what is in use, and not what glibc keeps
 
 The job saves to memory, evaluates, writes checkpoints over each other, re-plans its schedule for a rank that is slow in
 turn, and keeps ``run.json`` and DeepSpeed's monitor. Every 100 steps (20 of a quick soak) are read:
@@ -12,17 +13,21 @@ turn, and keeps ``run.json`` and DeepSpeed's monitor. Every 100 steps (20 of a q
     of folders                bytes and files: /dev/shm, logs, run.json, checkpoints; the monitor's, which grow
     of steps                  seconds
 
-Before a rank's reading, Python collects garbage and glibc returns its free pages. Each quantity gets the slope of a
-line through it, with a confidence interval that is wide enough for all of them together; see
-`benchmarks.long_run.slopes`. The exit code is 1 if one of them grows beyond noise. The result is written every
-1,000 steps, and when the command is stopped by SIGTERM or Ctrl-C; ``--of-readings`` judges the readings in the folder
-again.
+Before a rank's reading, Python collects garbage and glibc returns its free pages. But glibc keeps small blocks that a
+thread has freed, for that thread alone, and counts them as given out: seven of each of 64 sizes, up to 0.2 MB a thread.
+``--no-thread-caches`` turns that off in all processes of the job.
+
+Each quantity gets the slope of a line through it, with a confidence interval that is wide enough for all of them
+together; see `benchmarks.long_run.slopes`. The exit code is 1 if one of them grows beyond noise. The result is written
+every 1,000 steps, and when the command is stopped by SIGTERM or Ctrl-C; ``--of-readings`` judges the readings in the
+folder again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -47,6 +52,7 @@ _CACHE = FOLDER.parents[1] / ".cache" / "long_run" / "soak"
 _SCRIPT = Path(__file__).with_name("soak_ranks.py")
 _EVENTS, _OUTSIDE = "events.jsonl", "outside.jsonl"
 _QUIET_S = 1800.0  # without a reading
+_NO_THREAD_CACHES = "glibc.malloc.tcache_count=0"
 _GROWS_BY_DESIGN = ("monitor bytes",)  # a line per report
 
 
@@ -55,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS:,} steps")
+    parser.add_argument("--no-thread-caches", action="store_true", help="without glibc's caches of freed blocks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--of-readings", action="store_true", help="start nothing; judge the readings of the folder")
     parser.add_argument("--folder", type=Path, default=_CACHE)
@@ -62,8 +69,11 @@ def main() -> int:
     options = parser.parse_args()
     exit_at_sigterm()
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
-    output = options.output or FOLDER / f"long_run_soak{'_quick' if options.quick else ''}.json"
+    suffix = "_no_caches" * options.no_thread_caches + "_quick" * options.quick
+    output = options.output or FOLDER / f"long_run_soak{suffix}.json"
     head = header(" ".join(["python -m benchmarks.long_run.soak", *sys.argv[1:]]))
+    if options.no_thread_caches:
+        os.environ["GLIBC_TUNABLES"] = _NO_THREAD_CACHES  # glibc reads it when a process starts
     if not options.of_readings:
         shutil.rmtree(options.folder, ignore_errors=True)
         options.folder.mkdir(parents=True)
