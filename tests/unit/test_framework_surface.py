@@ -206,7 +206,7 @@ def test_tests_that_stand_for_names_exist() -> None:
         assert all(map(stand_for, names_of(package)))
 
 
-MAX_PRIVATE = 121  # none may be added without one that goes
+MAX_PRIVATE = 119  # none may be added without one that goes
 OF_PYTHON = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe"}  # documented, with their underscores
 OF_OTHERS = {
     *("_run_exitfuncs", "_shutdown"),  # of Python: `ds_hetero.elastic.node.rendezvous.PRIVATE_NAMES`

@@ -15,8 +15,6 @@ COMPLETION_FUNCTIONS = ("gather", "gather_object", "set_seed", "unwrap_model_for
 
 PRIVATE_NAMES = ("trl.trainer.utils:add_fused_lm_head", *(f"trl.trainer.utils:{name}" for name in SHORTER_OUTPUTS))
 ATTRIBUTES = (
-    "trl.trainer.grpo_trainer:GRPOTrainer._is_vlm",
-    "trl.trainer.rloo_trainer:RLOOTrainer._is_vlm",
     "trl.trainer.sft_trainer:SFTTrainer._metrics",
     "trl.trainer.sft_trainer:SFTTrainer._total_train_tokens",
 )

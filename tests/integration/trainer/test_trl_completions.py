@@ -169,8 +169,8 @@ def _make(case: str, ds: Any, model: Any, rewards: Any, options: dict[str, Any])
         tokenizer().save_pretrained(path)
         functions.append(path)
     more = {"processing_class": tokenizer(), "reward_funcs": functions, "eval_dataset": prompts(2)}
-    if "rollout_func" in options:
-        more["rollout_func"] = options.pop("rollout_func")
+    for option in {"rollout_func", "processing_class"} & {*options}:
+        more[option] = options.pop(option)
     if "a new adapter" in case:
         from peft import LoraConfig
 
@@ -317,6 +317,12 @@ def _refuse(rank: int) -> dict[str, str]:
         },
         "GRPOTrainer was not tried on parts of sequences with a loss of routers": {"model": "mixture"},
         "GRPOTrainer was not tried on parts of sequences with rollout_func": {"rollout_func": lambda *_: {}},
+        "GRPOTrainer was not tried on parts of sequences with a processor of images": {
+            "processing_class": _processor()
+        },
+        "RLOOTrainer was not tried on parts of sequences with a processor of images": {
+            "processing_class": _processor()
+        },
         "RLOOTrainer was not tried on parts of sequences with use_vllm": {"use_vllm": True},
         "num_generations=16 does not divide the 8 completions": {"num_generations": 16, "steps_per_generation": 2},
     }
@@ -330,6 +336,17 @@ def _refuse(rank: int) -> dict[str, str]:
             _make(case, ds, model, Rewards(error=0), given)
         texts[expected] = str(caught.value)
     return texts
+
+
+def _processor() -> Any:
+    """Return a processor of images and text that has no images yet: TRL asks for its class only."""
+    from transformers import ProcessorMixin
+
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer: Any) -> None:
+            super().__init__(tokenizer)
+
+    return Processor(tokenizer())
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL sets it
