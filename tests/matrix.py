@@ -1,19 +1,24 @@
 """Train with other releases of Python, torch and the frameworks, and write what came of it into docs/frameworks.md.
 
     .ci/matrix                              # every row, and the table
-    .ci/matrix deepspeed-0.18.4 newest      # some rows; the results of the others stay as they are
+    .ci/matrix oldest newest                # some rows; the results of the others stay as they are
+    .ci/matrix --single torch-2.9.1         # the newest with one other release, which is printed and not on record
     .ci/matrix --list                       # the rows
     .ci/matrix --write                      # the table alone, from tests/matrix.json
 
-A row is an environment of its own, made by ``python -m venv`` in .cache/matrix and kept, and a suite that stands for
-all tests: sequence parallelism, weighted ZeRO 1 to 3, a pipeline, checkpoints, the Trainer, TRL, accelerate, own loops.
-Interpreters are looked up as ``python3.12``. The installer is uv if the path has one, which shares files between
-environments, and pip otherwise.
+A row is an environment of its own in .cache/matrix, which is kept, and a suite that stands for all tests: sequence
+parallelism, weighted ZeRO 1 to 3, a pipeline, checkpoints, the Trainer, TRL, accelerate, own loops. A row with this
+command's Python holds the packages that differ from this command's environment, and whatever these require of others;
+all others are imported from that environment. A row with another Python holds everything (``python -m venv``).
+Interpreters are looked up as ``python3.12``. The installer of whole environments is uv if the path has one, which
+shares files between them, and pip otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import configparser
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +34,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tests.release import find_pythons
 from tests.support import ROOT
 
 RESULTS = Path(__file__).with_name("matrix.json")
@@ -56,22 +63,32 @@ class Row:
 
 _FOR_TESTS = ("datasets", "hypothesis", "pytest>=8.3", "pytest-timeout", "scipy", "setuptools", "torchdata", "wheel")
 
-_DEEPSPEED = ("0.18.4", "0.18.6", "0.18.8", "0.18.9", "0.19.0", "0.19.2", "0.19.4", "0.19.5", "0.19.7")
-_TORCH = ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.14.1", "2.15.0")
-_TRANSFORMERS = ("5.6.0", "5.14.1", "5.20.2", "5.24.0")
 _OF_PYTHON_3_10 = {"python": "3.10", "trl": "1.14.2"}  # newer releases of TRL, and of transformers than 5.20, need 3.11
 ROWS: dict[str, Row] = {
     "newest": Row(),
     "oldest": Row(
         torch="2.9.1", deepspeed="0.18.4", transformers="5.6.0", accelerate="1.12.0", peft="0.19.1", **_OF_PYTHON_3_10
     ),
-    **{f"deepspeed-{release}": Row(deepspeed=release) for release in _DEEPSPEED},
-    **{f"torch-{release}": Row(torch=release) for release in _TORCH},
-    **{f"transformers-{release}": Row(transformers=release) for release in _TRANSFORMERS},
-    "python-3.10": Row(transformers="5.20.2", **_OF_PYTHON_3_10),
-    "python-3.12": Row(python="3.12"),
-    "python-3.13": Row(python="3.13"),
+    "deepspeed-0.18.6": Row(deepspeed="0.18.6"),
+    "deepspeed-0.18.8": Row(deepspeed="0.18.8", transformers="5.20.2"),
+    "axolotl-0.18": Row(
+        torch="2.12.1", deepspeed="0.18.9", transformers="5.14.1", accelerate="1.13.0", trl="1.8.0", peft="0.19.1"
+    ),
+    "deepspeed-0.19.0": Row(deepspeed="0.19.0"),
+    "deepspeed-0.19.2": Row(deepspeed="0.19.2", torch="2.14.1"),
+    "deepspeed-0.19.4": Row(deepspeed="0.19.4", python="3.12", torch="2.11.0"),
+    "deepspeed-0.19.5": Row(deepspeed="0.19.5", python="3.13", torch="2.10.0"),
+    "deepspeed-0.19.7": Row(deepspeed="0.19.7", transformers="5.24.0"),
 }
+"""Combinations in which every release of the range that frameworks pin, and both ends of it, occur at least once. What
+fails in one is looked for with `single`."""
+
+
+def single(name: str) -> Row:
+    """Return the newest with one package in another release, such as ``torch-2.9.1`` or ``python-3.12``."""
+    package, _, release = name.rpartition("-")
+    return dataclasses.replace(Row(), **{package: release})
+
 
 SUITE = tuple(
     f"tests/integration/{test}"
@@ -102,15 +119,15 @@ SUITE = tuple(
 def run_row(name: str, row: Row) -> dict[str, Any]:
     """Make the environment of a row if it does not exist, run `SUITE` in it, and return what came of it."""
     folder = FOLDER / name
-    python = folder / "bin" / "python"
+    report = folder / "report.xml"
     started = time.monotonic()
     make_environment(folder, row.python, row.requirements())
     installed_s, started = time.monotonic() - started, time.monotonic()
-    report = folder / "report.xml"
     report.unlink(missing_ok=True)
+    pytest = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     with (folder / "output.txt").open("w") as output:
         subprocess.run(
-            [python, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", f"--junitxml={report}", *_IGNORED, *SUITE],
+            [*pytest, *_IGNORED, *SUITE],
             cwd=ROOT, env=_environment(), stdout=output, stderr=output, timeout=_TIMEOUT_S, check=False,
         )  # fmt: skip
     assert report.exists(), f"pytest did not end: {folder / 'output.txt'}"
@@ -119,8 +136,17 @@ def run_row(name: str, row: Row) -> dict[str, Any]:
     return result
 
 
-# These two come from DeepSpeed, which compiles something on import in some releases, where torch or Python warn.
-_IGNORED = ("-W", "ignore:`torch.jit:DeprecationWarning", "-W", "ignore::SyntaxWarning")
+# These three come from DeepSpeed: some releases compile something on import, where torch or Python warn, and those
+# below 0.19.8 import distutils.
+_IGNORED = tuple(
+    part
+    for warning in (
+        "`torch.jit:DeprecationWarning",
+        ":SyntaxWarning",
+        "The distutils package is deprecated:DeprecationWarning",
+    )
+    for part in ("-W", f"ignore:{warning}")
+)
 
 
 def _environment() -> dict[str, str]:
@@ -129,31 +155,46 @@ def _environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "CXX": "none", "OMP_NUM_THREADS": "1"}
 
 
-def make_environment(folder: Path, python: str, requirements: list[str], *options: str) -> None:
-    """Make an environment with ds_hetero and the requirements, unless the folder holds one of the same.
+def make_environment(folder: Path, python: str, requirements: list[str]) -> None:
+    """Make an environment with the requirements, unless the folder holds one of the same.
 
     Args:
         folder: of the environment.
-        python: such as ``3.12``.
+        python: such as ``3.12``. If it is this command's, packages that meet the requirements are imported from this
+            command's environment, and the installer adds those that do not.
         requirements: as the installer takes them.
-        options: of the installer.
 
     Raises:
         subprocess.CalledProcessError: something cannot be installed.
     """
-    digest = hashlib.sha256("\n".join([python, *requirements, *options]).encode()).hexdigest()
+    is_above_this = python == "{}.{}".format(*sys.version_info)
+    below = sysconfig.get_path("purelib") if is_above_this else ""
+    digest = hashlib.sha256("\n".join([python, below, *requirements]).encode()).hexdigest()
     mark = folder / "installed"
     if mark.exists() and mark.read_text() == digest:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    interpreter = shutil.which(f"python{python}")
-    assert interpreter, f"python{python} is not on the path"
-    subprocess.run([interpreter, "-m", "venv", folder], check=True)
-    uv = shutil.which("uv")
-    own = folder / "bin" / "python"
-    install = [uv, "pip", "install", "--quiet", "--python", own] if uv else [own, "-m", "pip", "-qq", "install"]
-    subprocess.run([*install, *options, *requirements, "--editable", ROOT], check=True)
+    own, uv = folder / "bin" / "python", shutil.which("uv")
+    install = [own, "-m", "pip", "-qq", "install", "--no-compile"]
+    if is_above_this:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "below.pth").write_text(f"{below}\n")  # has pip, too
+    else:
+        found, _ = find_pythons([python], {})
+        assert found, f"python{python} is not on the path, or does not run"
+        subprocess.run([found[0].executable, "-m", "venv", folder], check=True)
+        if uv:
+            install = [uv, "pip", "install", "--quiet", "--python", own]
+    subprocess.run([*install, *requirements, *_own_requirements()], check=True)
     mark.write_text(digest)
+
+
+def _own_requirements() -> list[str]:
+    """Return what ds_hetero requires without extras; ds_hetero itself is imported from the clone."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    return [line for line in config["options"]["install_requires"].splitlines() if line]
 
 
 def outcome(report: Path) -> dict[str, Any]:
@@ -234,11 +275,14 @@ def main() -> int:
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to run; all without any")
     parser.add_argument("--list", action="store_true", help="print the rows")
+    parser.add_argument("--single", metavar="PACKAGE-RELEASE", help="run the newest with one other release")
     parser.add_argument("--write", action="store_true", help="write the table from the results on record")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{name}: {' '.join(row.requirements())}" for name, row in ROWS.items()))
         return 0
+    if options.single:
+        return int(bool(run_row(options.single, single(options.single))["failed"]))
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; rows: {'; '.join(ROWS)}")
