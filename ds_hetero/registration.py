@@ -10,7 +10,7 @@ from typing import Any
 from ds_hetero.common.announce import announce
 from ds_hetero.common.extras import untested_releases
 from ds_hetero.elastic.worker import is_elastic, own_worker
-from ds_hetero.engine import error_texts, extension_lock, start_name
+from ds_hetero.engine import asked_hooks, error_texts, extension_lock, start_name
 from ds_hetero.engine import names as torch_names
 from ds_hetero.engine.adapters import Adapters
 from ds_hetero.engine.handle import Handle
@@ -72,6 +72,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     error_texts.install_excepthook(registry.patches)
     start_name.install(registry.patches)
     extension_lock.install(registry.patches)
+    asked_hooks.install(registry.patches)
     transformers.install(registry)
     deepspeed_engine.install(registry)
     accelerate.install(registry)

@@ -143,7 +143,7 @@ _IGNORED = tuple(
     for warning in (
         "`torch.jit:DeprecationWarning",
         ":SyntaxWarning",
-        "The distutils package is deprecated:DeprecationWarning",
+        "The distutils:DeprecationWarning",
     )
     for part in ("-W", f"ignore:{warning}")
 )

@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ds_hetero.runtime.data.saved_hooks import hook_of
+
 SUMS = frozenset({"AddBackward0", "SubBackward0", "AddBackward1", "SubBackward1", "RsubBackward1", "RsubBackward0"})
 SAME_VALUES = frozenset(  # copies, changes of shape or sign: the elements of the operand
     {
@@ -126,7 +128,7 @@ def read_saved(node: Any, name: str) -> Any:
     Raises:
         UnreadableLossError: it is a tensor with hooks that may return it only once.
     """
-    hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+    hook = hook_of(node, name)
     owner = getattr(hook, "__module__", None) or str(hook)
     if hook is not None and owner not in _MODULES_OF_REPEATABLE_HOOKS:
         raise UnreadableLossError(

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ds_hetero.common.text import ranks_by_value
+from ds_hetero.runtime.data.saved_hooks import hook_of
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
@@ -194,7 +195,7 @@ def _constant_factor(node: Any) -> Tensor | None:
     if node.name() not in _PRODUCTS or all(operand is not None for operand, _ in node.next_functions):
         return None
     name = "other" if node.next_functions[0][0] is not None else "self"
-    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:  # see `token_factors`
+    if hook_of(node, name) is not None:  # see `token_factors`
         return None
     saved = getattr(node, f"_saved_{name}")
     if not isinstance(saved, Tensor) or saved.is_complex():

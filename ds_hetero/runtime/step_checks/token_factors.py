@@ -47,6 +47,7 @@ from ds_hetero.common.text import ranks_by_value
 from ds_hetero.errors import ConfigError, HeteroError
 from ds_hetero.runtime.data.graph_nodes import ELEMENT_LOSSES, LIKELIHOODS, SAME_VALUES, total_weight
 from ds_hetero.runtime.data.parameter_terms import may_be_of_parameters
+from ds_hetero.runtime.data.saved_hooks import hook_of
 from ds_hetero.runtime.data.shard_info import may_be_one_document, shard_info
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
@@ -487,7 +488,7 @@ def _saved(node: Any, name: str) -> Any:
         _HookedError: the tensor has hooks, which reading it would run. A hook that offloads may return it only once, so
             that the backward would not find it; one of checkpoints computes a whole region again.
     """
-    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
+    if hook_of(node, name) is not None:
         raise _HookedError
     return getattr(node, f"_saved_{name}")
 

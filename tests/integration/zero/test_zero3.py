@@ -118,6 +118,11 @@ _SLOW = ("2 ranks", "no overlap", "sequential", "persistent")
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _SLOW)) for name, case in CASES.items()],
 )
 def test_training_equals_that_of_equal_shards(weights: tuple[float, ...], more: dict[str, Any]) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    unknown = {*more.get("zero", {})} - {*DeepSpeedZeroConfig.model_fields}
+    if unknown:
+        pytest.skip(f"this release of DeepSpeed has no {', '.join(unknown)}")
     run_deepspeed(_train_both, len(weights), weights, more)
 
 

@@ -112,6 +112,7 @@ def test_of_several_weights_all_are_looked_at_by_turns() -> None:
     assert any(_verdict(loss, steps=steps) is not None for steps in (2, 3))
 
 
+@pytest.mark.usefixtures("found_hooks")
 def test_tensors_with_hooks_are_not_read() -> None:
     def fail(packed: Any) -> Tensor:
         raise AssertionError

@@ -341,6 +341,7 @@ HOOKED = {
 }
 
 
+@pytest.mark.usefixtures("found_hooks")
 @pytest.mark.parametrize("name", HOOKED)
 def test_tensors_that_are_offloaded_are_fetched_by_the_backward_alone(name: str) -> None:
     offloaded: dict[int, Tensor] = {}
@@ -369,6 +370,7 @@ def test_tensors_that_are_offloaded_are_fetched_by_the_backward_alone(name: str)
     assert isinstance(verdict, expected_verdict), verdict
 
 
+@pytest.mark.usefixtures("found_hooks")
 def test_a_checkpointed_loss_is_computed_twice_and_no_more() -> None:
     forwards = []
 

@@ -80,6 +80,7 @@ class _GivenOnce:
         return self._kept.pop(key)
 
 
+@pytest.mark.usefixtures("found_hooks")
 @pytest.mark.parametrize(
     ("loss", "counts"),
     [
@@ -108,6 +109,7 @@ def test_what_hooks_may_give_but_once_is_left_to_the_backward(
     assert w.grad is not None
 
 
+@pytest.mark.usefixtures("found_hooks")
 @pytest.mark.parametrize("kept_by", ["save_on_cpu", "checkpoint"])
 def test_what_torch_keeps_for_the_backward_is_read(kept_by: str) -> None:
     w, s, y = _scores(5)
