@@ -2,6 +2,7 @@
 
     .ci/matrix                              # every row, and the table
     .ci/matrix oldest newest                # some rows; the results of the others stay as they are
+    .ci/matrix --failed                     # of all rows or some, the tests alone that failed on record
     .ci/matrix --single torch-2.9.1         # the newest with one other release, which is printed and not on record
     .ci/matrix --list                       # the rows
     .ci/matrix --write                      # the table alone, from tests/matrix.json
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,8 @@ SUITE = tuple(
 """Every test trains or resumes on two to five CPU ranks and compares the outcome with one process."""
 
 
-def run_row(name: str, row: Row) -> dict[str, Any]:
-    """Make the environment of a row if it does not exist, run `SUITE` in it, and return what came of it."""
+def run_row(name: str, row: Row, suite: Sequence[str] = SUITE) -> dict[str, Any]:
+    """Make the environment of a row if it does not exist, run pytest on a suite in it, and return what came of it."""
     folder = FOLDER / name
     report = folder / "report.xml"
     started = time.monotonic()
@@ -127,7 +128,7 @@ def run_row(name: str, row: Row) -> dict[str, Any]:
     pytest = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     with (folder / "output.txt").open("w") as output:
         subprocess.run(
-            [*pytest, *_IGNORED, *SUITE],
+            [*pytest, *_IGNORED, *suite],
             cwd=ROOT, env=_environment(), stdout=output, stderr=output, timeout=_TIMEOUT_S, check=False,
         )  # fmt: skip
     assert report.exists(), f"pytest did not end: {folder / 'output.txt'}"
@@ -214,6 +215,24 @@ def outcome(report: Path) -> dict[str, Any]:
     return counts
 
 
+def failed_tests(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the tests that failed in a row, as pytest takes them."""
+    names = [failure.partition(": ")[0] for failure in result["failed"]]
+    file_of = {test.partition("::")[2]: test.partition("::")[0] for test in SUITE}
+    return tuple(
+        f"{file}::{name}"
+        for name in names
+        for test, file in file_of.items()
+        if name == test or name.startswith(f"{test}[")
+    )
+
+
+def with_second_run(former: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of a row whose failed tests ran a second time."""
+    counts = {kind: former[kind] + second[kind] for kind in ("passed", "refused", "skipped", "seconds")}
+    return {**second, **counts}
+
+
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
@@ -276,6 +295,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to run; all without any")
     parser.add_argument("--list", action="store_true", help="print the rows")
     parser.add_argument("--single", metavar="PACKAGE-RELEASE", help="run the newest with one other release")
+    parser.add_argument("--failed", action="store_true", help="run only tests that failed on record")
     parser.add_argument("--write", action="store_true", help="write the table from the results on record")
     options = parser.parse_args()
     if options.list:
@@ -288,7 +308,12 @@ def main() -> int:
         parser.error(f"no row {', '.join(unknown)}; rows: {'; '.join(ROWS)}")
     did_fail = False
     for name in () if options.write else options.rows or ROWS:
-        result = run_row(name, ROWS[name])
+        former = read_results().get(name) if options.failed else None
+        if options.failed and not (former and former["failed"]):
+            continue
+        result = run_row(name, ROWS[name], failed_tests(former) if former else SUITE)
+        if former:
+            result = with_second_run(former, result)
         did_fail |= bool(result["failed"])
         RESULTS.write_text(json.dumps({**read_results(), name: result}, indent=1) + "\n")
     PAGE.write_text(with_table(PAGE.read_text(), read_results()))
