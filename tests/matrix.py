@@ -2,7 +2,7 @@
 
     .ci/matrix                              # every row, and the table
     .ci/matrix oldest newest                # some rows; the results of the others stay as they are
-    .ci/matrix --failed                     # of all rows or some, the tests alone that failed on record
+    .ci/matrix --failed                     # of all rows or some, the tests alone that failed or were skipped on record
     .ci/matrix --single torch-2.9.1         # the newest with one other release, which is printed and not on record
     .ci/matrix --list                       # the rows
     .ci/matrix --write                      # the table alone, from tests/matrix.json
@@ -216,8 +216,8 @@ def outcome(report: Path) -> dict[str, Any]:
 
 
 def failed_tests(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the tests that failed in a row, as pytest takes them."""
-    names = [failure.partition(": ")[0] for failure in result["failed"]]
+    """Return the tests that failed or were skipped in a row, as pytest takes them."""
+    names = [line.partition(": ")[0] for line in (*result["failed"], *result["skipped"])]
     file_of = {test.partition("::")[2]: test.partition("::")[0] for test in SUITE}
     return tuple(
         f"{file}::{name}"
@@ -229,7 +229,7 @@ def failed_tests(result: Mapping[str, Any]) -> tuple[str, ...]:
 
 def with_second_run(former: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result of a row whose failed tests ran a second time."""
-    counts = {kind: former[kind] + second[kind] for kind in ("passed", "refused", "skipped", "seconds")}
+    counts = {kind: former[kind] + second[kind] for kind in ("passed", "refused", "seconds")}
     return {**second, **counts}
 
 
@@ -244,24 +244,40 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 
 def render(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with a line for each row that ran."""
+    """Return a table with a line for each row that ran, and which cases were refused by name with which releases."""
     newest = Row()
-    lines = ["| releases | passed | refused | failed | seconds |", "|---|---|---|---|---|"]
+    titles = [*(_SHOWN[part] for part in _IN_COLUMNS), "others", "passed", "refused", "skipped", "failed", "seconds"]
+    lines = [_line(titles), _line(["---"] * len(titles))]
+    refused: dict[str, list[str]] = {}
     for name in ROWS:
         if name not in results:
             continue
         result = results[name]
-        differing = [f"{_SHOWN[part]} {result[part]}" for part in vars(newest) if result[part] != vars(newest)[part]]
-        cells = [result["passed"], *(len(result[kind]) for kind in ("refused", "failed")), result["seconds"]]
-        lines.append(f"| {', '.join(differing) or 'the newest'} | {' | '.join(map(str, cells))} |")
+        differing = [part for part in vars(newest) if part not in _IN_COLUMNS and result[part] != vars(newest)[part]]
+        others = ", ".join(f"{_SHOWN[part]} {result[part]}" for part in differing)
+        counts = [result["passed"], *(len(result[kind]) for kind in ("refused", "skipped", "failed"))]
+        lines.append(_line([*(result[part] for part in _IN_COLUMNS), others, *counts, result["seconds"]]))
+        for case in result["refused"]:
+            refused.setdefault(_case_of(case), []).append(result["deepspeed"])
     counted = {part: sorted({result[part] for result in results.values()}) for part in vars(newest)}
-    shown = ", ".join(
-        f"{len(counted[part])} of {_SHOWN[part]}" for part in ("deepspeed", "torch", "transformers", "python")
-    )
-    newest_text = ", ".join(f"{_SHOWN[part]} {release}" for part, release in vars(newest).items())
-    return "\n".join([f"Newest: {newest_text}. Releases in {len(results)} rows: {shown}.", "", *lines])
+    shown = ", ".join(f"{len(counted[part])} of {_SHOWN[part]}" for part in _IN_COLUMNS)
+    usual = ", ".join(f"{_SHOWN[part]} {vars(newest)[part]}" for part in vars(newest) if part not in _IN_COLUMNS)
+    head = f"Others, where none are named: {usual}. Releases in {len(results)} rows: {shown}."
+    refusals = [f"* Refused by name, `{case}`: DeepSpeed {', '.join(releases)}" for case, releases in refused.items()]
+    return "\n".join([head, "", *lines, *(["", *refusals] if refusals else [])])
 
 
+def _line(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _case_of(refused: str) -> str:
+    """Return the case, such as ``offload`` of ``test_training[offload]: why``; without one, the name of the test."""
+    name = refused.partition(": ")[0]
+    return name.partition("[")[2].rstrip("]") or name
+
+
+_IN_COLUMNS = ("python", "torch", "deepspeed", "transformers")
 _SHOWN = {
     "python": "Python",
     "torch": "torch",
@@ -295,7 +311,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to run; all without any")
     parser.add_argument("--list", action="store_true", help="print the rows")
     parser.add_argument("--single", metavar="PACKAGE-RELEASE", help="run the newest with one other release")
-    parser.add_argument("--failed", action="store_true", help="run only tests that failed on record")
+    parser.add_argument("--failed", action="store_true", help="run only tests that failed, or were skipped, on record")
     parser.add_argument("--write", action="store_true", help="write the table from the results on record")
     options = parser.parse_args()
     if options.list:
@@ -309,7 +325,7 @@ def main() -> int:
     did_fail = False
     for name in () if options.write else options.rows or ROWS:
         former = read_results().get(name) if options.failed else None
-        if options.failed and not (former and former["failed"]):
+        if options.failed and not (former and failed_tests(former)):
             continue
         result = run_row(name, ROWS[name], failed_tests(former) if former else SUITE)
         if former:
