@@ -21,6 +21,8 @@ from ds_hetero.values.section import (
     ReplanSection,
 )
 from tests import matrix
+from tests.beside import __main__ as beside
+from tests.beside.frameworks import FRAMEWORKS
 from tests.decision_pages import PAGES as DECISION_PAGES
 from tests.markdown import PAGES
 from tests.support import ROOT
@@ -145,6 +147,18 @@ def test_the_table_of_releases_is_that_of_the_results():
     text = matrix.PAGE.read_text()
     assert text == matrix.with_table(text, matrix.read_results()), "run .ci/matrix --write"
     assert not [name for name, result in matrix.read_results().items() if result["failed"]]
+
+
+def test_frameworks_train_beside_this_one_as_on_one_process():
+    text, results = beside.PAGE.read_text(), beside.read_results()
+    assert text == beside.with_table(text, results), "run .ci/frameworks --write"
+    for name, result in results.items():
+        assert beside.largest_difference(result) <= beside.TOLERANCE
+        assert result["installs"] == list(FRAMEWORKS[name].installs), f"run .ci/frameworks {name}"
+    for framework in FRAMEWORKS.values():
+        for packages in framework.installs:
+            assert f"`pip install {packages}`" in text
+        assert f"`{framework.module} " in text
 
 
 def test_tests_of_the_matrix_exist():
