@@ -244,39 +244,25 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 
 def render(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with a line for each row that ran, and which cases were refused by name with which releases."""
+    """Return a table with a line for each row that ran."""
     newest = Row()
-    titles = [*(_SHOWN[part] for part in _IN_COLUMNS), "others", "passed", "refused", "skipped", "failed", "seconds"]
-    lines = [_line(titles), _line(["---"] * len(titles))]
-    refused: dict[str, list[str]] = {}
+    titles = [*(_SHOWN[part] for part in _IN_COLUMNS), "others", *_COUNTED]
+    lines = [f"|{'|'.join(titles)}|", f"|{'---|' * len(titles)}"]
     for name in ROWS:
         if name not in results:
             continue
         result = results[name]
         differing = [part for part in vars(newest) if part not in _IN_COLUMNS and result[part] != vars(newest)[part]]
         others = ", ".join(f"{_SHOWN[part]} {result[part]}" for part in differing)
-        counts = [result["passed"], *(len(result[kind]) for kind in ("refused", "skipped", "failed"))]
-        lines.append(_line([*(result[part] for part in _IN_COLUMNS), others, *counts, result["seconds"]]))
-        for case in result["refused"]:
-            refused.setdefault(_case_of(case), []).append(result["deepspeed"])
-    counted = {part: sorted({result[part] for result in results.values()}) for part in vars(newest)}
+        counts = [result["passed"], *(len(result[kind]) for kind in _COUNTED[1:])]
+        lines.append(f"|{'|'.join(map(str, [*(result[part] for part in _IN_COLUMNS), others, *counts]))}|")
+    counted = {part: {result[part] for result in results.values()} for part in _IN_COLUMNS}
     shown = ", ".join(f"{len(counted[part])} of {_SHOWN[part]}" for part in _IN_COLUMNS)
     usual = ", ".join(f"{_SHOWN[part]} {vars(newest)[part]}" for part in vars(newest) if part not in _IN_COLUMNS)
-    head = f"Others, where none are named: {usual}. Releases in {len(results)} rows: {shown}."
-    refusals = [f"* Refused by name, `{case}`: DeepSpeed {', '.join(releases)}" for case, releases in refused.items()]
-    return "\n".join([head, "", *lines, *(["", *refusals] if refusals else [])])
+    return "\n".join([f"{len(results)} rows: {shown}. Others: {usual} if none are named.", "", *lines])
 
 
-def _line(cells: Sequence[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _case_of(refused: str) -> str:
-    """Return the case, such as ``offload`` of ``test_training[offload]: why``; without one, the name of the test."""
-    name = refused.partition(": ")[0]
-    return name.partition("[")[2].rstrip("]") or name
-
-
+_COUNTED = ("passed", "refused", "skipped", "failed")
 _IN_COLUMNS = ("python", "torch", "deepspeed", "transformers")
 _SHOWN = {
     "python": "Python",
