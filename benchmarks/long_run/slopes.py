@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,7 +38,7 @@ class Slope:
         return self.low > 0
 
 
-def slope_of(steps: Sequence[int], values: Sequence[float], num_series: int = 1) -> Slope:
+def slope_of(steps: Sequence[int], values: Sequence[float], num_series: int = 1, warm_up: int | None = None) -> Slope:
     """Fit a line to the means of blocks of equal length, after the warm-up.
 
     Readings that follow each other are alike, which would make the interval of a line through all of them too narrow;
@@ -47,11 +48,12 @@ def slope_of(steps: Sequence[int], values: Sequence[float], num_series: int = 1)
         steps: of the readings, increasing.
         num_series: number of quantities that are judged together. Each interval is widened, so that all of them hold
             with a confidence of 95 % (Bonferroni).
+        warm_up: steps that do not count; None for the first quarter of the readings.
 
     Raises:
         ValueError: there are too few readings.
     """
-    first = int(len(steps) * WARM_UP)
+    first = int(len(steps) * WARM_UP) if warm_up is None else bisect_right(steps, warm_up)
     steps, values = steps[first:], values[first:]
     if len(steps) < BLOCKS:
         raise ValueError(f"{len(steps)} readings after the warm-up are fewer than {BLOCKS} blocks.")

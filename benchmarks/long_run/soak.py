@@ -20,7 +20,7 @@ thread has freed, for that thread alone, and counts them as given out: seven of 
 Each quantity gets the slope of a line through it, with a confidence interval that is wide enough for all of them
 together; see `benchmarks.long_run.slopes`. The exit code is 1 if one of them grows beyond noise. The result is written
 every 1,000 steps, and when the command is stopped by SIGTERM or Ctrl-C; ``--of-readings`` judges the readings in the
-folder again.
+folder again. ``--warm-up`` gives the steps that do not count; without it, these are the first quarter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rich.table import Table
 from benchmarks.elastic.nodes import Cluster, Node, children_of, exit_at_sigterm, warm_server
 from benchmarks.long_run.readings import read_folder, read_process
 from benchmarks.long_run.records import Record, Records
-from benchmarks.long_run.slopes import FEWEST_READINGS, slope_of
+from benchmarks.long_run.slopes import BLOCKS, FEWEST_READINGS, slope_of
 from benchmarks.long_run.soak_ranks import NODES
 from benchmarks.long_run.start import SILENCE_S
 from benchmarks.measure.results import FOLDER, header, write
@@ -61,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS:,} steps")
+    parser.add_argument("--warm-up", type=int, metavar="STEPS", help="steps that do not count in the slopes")
     parser.add_argument("--no-thread-caches", action="store_true", help="without glibc's caches of freed blocks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--of-readings", action="store_true", help="start nothing; judge the readings of the folder")
@@ -80,9 +81,9 @@ def main() -> int:
         try:
             run(options.folder, steps, _QUICK_READ_EVERY if options.quick else _READ_EVERY, output, head)
         except (KeyboardInterrupt, SystemExit):
-            judge(options.folder, output, head)
+            judge(options.folder, output, head, options.warm_up)
             raise
-    result = judge(options.folder, output, head)
+    result = judge(options.folder, output, head, options.warm_up)
     if result is None:
         parser.error(f"{options.folder} has fewer than {FEWEST_READINGS} readings of each quantity; give more --steps")
     if options.json:
@@ -92,17 +93,19 @@ def main() -> int:
     return 0 if result["steps"] >= steps and not result["growing"] else 1
 
 
-def judge(folder: Path, output: Path, head: dict[str, Any]) -> dict[str, Any] | None:
+def judge(folder: Path, output: Path, head: dict[str, Any], warm_up: int | None = None) -> dict[str, Any] | None:
     """Write the result of the readings so far, and return it; None if they are too few.
 
     Args:
         folder: of the job.
         head: begin of the result.
+        warm_up: see `slope_of`.
     """
     records = [record for name in (_EVENTS, _OUTSIDE) for record in Records(folder / name).read()]
-    if min(map(len, series_of(records).values()), default=0) < FEWEST_READINGS:
+    counted = [[step for step, _ in readings if step > (warm_up or 0)] for readings in series_of(records).values()]
+    if min(map(len, counted), default=0) < (FEWEST_READINGS if warm_up is None else BLOCKS):
         return None
-    result = {**head, **summarize(records)}
+    result = {**head, **summarize(records, warm_up)}
     write(result, output)
     return result
 
@@ -178,13 +181,13 @@ def series_of(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
     return series
 
 
-def summarize(records: list[Record]) -> dict[str, Any]:
-    """Return the slope of every quantity, and which of them grow."""
+def summarize(records: list[Record], warm_up: int | None = None) -> dict[str, Any]:
+    """Return the slope of every quantity, and which of them grow; ``warm_up``: see `slope_of`."""
     series = series_of(records)
     rows, growing = [], []
     for name, readings in series.items():
         steps, values = [step for step, _ in readings], [value for _, value in readings]
-        slope = slope_of(steps, values, len(series))
+        slope = slope_of(steps, values, len(series), warm_up)
         is_meant = name in _GROWS_BY_DESIGN
         if slope.grows and not is_meant:
             growing.append(name)

@@ -38,6 +38,9 @@ def test_growth_of_the_warm_up_and_constants_do_not_count():
     warm_up = [min(step, 4000) for step in STEPS]
     assert slope_of(STEPS, warm_up).per_1000_steps == 0
     assert not slope_of(STEPS, [7] * len(STEPS)).grows
+    fills = [min(step, 10_000) for step in STEPS]
+    assert slope_of(STEPS, fills).grows
+    assert not slope_of(STEPS, fills, warm_up=10_000).grows
     one_file_more = [7 + (step > 12_000) for step in STEPS]
     assert slope_of(STEPS, one_file_more).grows
 
