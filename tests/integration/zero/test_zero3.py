@@ -183,6 +183,9 @@ def _move_shards(rank: int) -> None:
         assert comms.get_total_counts() == 1  # a reduce_scatter
         for mine, shard in zip(reduced, shards, strict=True):
             torch.testing.assert_close(mine, shard * 2)  # the mean of once, twice and three times
+    large = torch.full((50,), 40_000.0, dtype=torch.float16)  # the sum of three would be infinite
+    (mean,) = reduce_to_owners([large], cuts[1:2], dist.group.WORLD, 3)
+    torch.testing.assert_close(mean, large[: mean.numel()], rtol=1e-3, atol=0)
 
 
 def test_parameters_made_under_zero_init_are_written_and_trained() -> None:

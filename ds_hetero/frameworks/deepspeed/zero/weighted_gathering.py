@@ -159,8 +159,12 @@ def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Proc
         shards_of_gradients.append(torch.split(padded, list(cut.sizes)))
     # By owner, then by gradient: the message to each rank is one run of the buffer.
     shards_by_owner = [shards[owner] for owner in range(num_ranks) for shards in shards_of_gradients]
-    # Divided before they are added up: the sum could overflow in 16 bits.
-    flat = torch.cat(shards_by_owner).div_(divisor)
+    flat = torch.cat(shards_by_owner)
+    # fp16 is divided before it is added up, since the sum could overflow. Otherwise this rank's shard of the sum is
+    # divided: a smaller tensor, and one rounding less.
+    divides_first = flat.dtype == torch.float16
+    if divides_first:
+        flat.div_(divisor)
     sizes = [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]
     by_rank = list(torch.split(flat, sizes))
     received = torch.empty_like(by_rank[rank])
@@ -168,6 +172,8 @@ def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Proc
         dist.reduce_scatter_tensor(received, flat, group=group)
     else:
         dist.reduce_scatter(received, by_rank, group=group)
+    if not divides_first:
+        received.div_(divisor)
     return list(torch.split(received, [cut.sizes[rank] for cut in cuts]))
 
 
