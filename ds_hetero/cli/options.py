@@ -15,6 +15,7 @@ import click
 
 from ds_hetero.common.reading import MAX_SEQ_LEN, expect_whole_number, is_file, is_pipe, read_file, shortened
 from ds_hetero.common.spelling import nearest
+from ds_hetero.cost.workload import EXPERT_RULES
 from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:
@@ -55,7 +56,28 @@ class _Amount(click.ParamType):  # type: ignore[type-arg]
         return amount
 
 
+class _Experts(click.ParamType):  # type: ignore[type-arg]
+    """Type of an option that says how experts are divided: a rule, weights such as ``3,1``, or ``no``."""
+
+    name = "experts"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | tuple[float, ...] | None:
+        """Return the rule, the weights, or None for ``no``; end with a usage error if ``value`` is none of these."""
+        text = str(value)
+        if text == "no":
+            return None
+        if text in EXPERT_RULES:
+            return text
+        try:
+            return tuple(map(float, text.split(",")))
+        except ValueError:
+            self.fail(f"{text!r} is neither no, {', '.join(EXPERT_RULES)}, nor weights such as 3,1.", param, ctx)
+
+
 TOKENS = _Tokens()
+EXPERTS = _Experts()
 TRAINED_TOKENS = click.option(
     "--tokens",
     "trained",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.cli.options import FILE, TOKENS
+from ds_hetero.cli.options import EXPERTS, FILE, TOKENS
 from ds_hetero.cli.printing import check_out
 from ds_hetero.cluster.catalogue import with_kernel
 from ds_hetero.cluster.files import load_cluster
@@ -78,6 +78,11 @@ _MEMORY = (
     ),
     click.option(
         "--keep-attention", is_flag=True, help="Recomputation takes attention from the forward: more memory, less time."
+    ),
+    click.option(
+        "--experts",
+        type=EXPERTS,
+        help="Experts live on ranks, and tokens travel: by_speed, by_memory, equal, 3,1; or no.",
     ),
     click.option("--tiled-mlp/--whole-mlp", default=False, help="Compute MLPs in tiles of tokens."),
     click.option("--offload-activations", is_flag=True, help="Checkpoints in the host's memory."),

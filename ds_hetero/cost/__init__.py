@@ -41,6 +41,11 @@ def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Wor
     if workload.adapter_rank and (name != "calibrated" or model.recurrent is not None):
         where = "the published cost model" if name != "calibrated" else "linear-attention and SSM layers"
         raise PlanError(f"adapters have no cost in {where}. Plan full training (--train full), or another model.")
+    if workload.experts is not None and name != "calibrated":
+        raise PlanError(
+            "experts that are divided among ranks have no time in the published cost model. Leave --cost-model or "
+            "--experts out."
+        )
     if name == "calibrated":
         return CalibratedCostModel(cluster, model, workload)
     kinds = model.unlike_layers or ("layers whose attention sees a window" if model.window_layers else None)

@@ -15,6 +15,7 @@ It differs from HexiSeq's Eqs. 2-12 (`published`, arXiv:2605.07569) in these poi
                  begins with the rest of that forward alone: no attention, no all-to-all, no ring
     memory       per layer, by the tensors that are saved, phase by phase, with DeepSpeed's buffers  (`phases`)
     recurrence   linear-attention and SSM layers, beside those of attention                     (`recurrent`)
+    experts      that live on ranks in unequal numbers, and tokens that travel to them          (`divided_experts`)
 
 The time of a block is the time between two layers in a steady run: every group does its non-attention work and both
 all-to-alls before its ring, and the slowest group of the ring ends the block. If a model has attention layers and
@@ -33,13 +34,15 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost import explain
+from ds_hetero.cost.divided_experts import DividedExpertTimes
 from ds_hetero.cost.model import Bottleneck, CostModel, Span, Terms
-from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
+from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, AssignedWork, BlockPasses
 from ds_hetero.cost.recurrent import RecurrentLayer
+from ds_hetero.cost.terms.expert_shares import expect_experts, without_experts
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.host import host_bytes_per_s_D, offloaded_step_s_D
 from ds_hetero.cost.terms.memory_parts import Phases
-from ds_hetero.cost.terms.model_states import owned_share_D
+from ds_hetero.cost.terms.model_states import DividedExperts, owned_share_D
 from ds_hetero.cost.terms.phases import StandingMemory, memory_phases
 from ds_hetero.cost.terms.ring import ring_finish_s
 from ds_hetero.cost.terms.trained import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
@@ -65,6 +68,12 @@ class CalibratedCostModel(CostModel):
         super().__init__(cluster, model, workload)
         self.capacity_bytes_D = np.array([float(device.usable_bytes) for device in cluster.devices])
         self._block = BlockPasses(cluster, model, workload)
+        self._experts: DividedExpertTimes | None = None
+        if workload.experts is not None:
+            expect_experts(model, workload)
+            rest = BlockPasses(cluster, without_experts(model), workload)
+            self._experts = DividedExpertTimes(cluster, model, workload, whole=self._block, rest=rest)
+            self._block = rest
         self._recurrent: RecurrentLayer | None = None
         self._attention_share, self._recurrent_share = model.attention_layers / model.num_layers, 0.0
         if model.recurrent is not None:
@@ -81,7 +90,7 @@ class CalibratedCostModel(CostModel):
             self._gather_s = self._gather(gathered) + self._from_host_s(gathered)
             self._reduce_s = self._reduce(trained_of_layer(model, workload) * workload.gradient_bytes)
         self._host_s = [float(block_pass.host_s.max()) for block_pass in self._block.passes]
-        self.floor_s = float(self._block_s(np.zeros((2, 1)))[0])
+        self.floor_s = float(self._block_s(self._least_of_experts_P1())[0])
         self.loss_s_per_token_D = self._block.loss_s_per_token_D
         self._set_coefficients()
 
@@ -111,13 +120,13 @@ class CalibratedCostModel(CostModel):
         for block_pass in self._block.passes:
             pass_s = _balanced_s(block_pass.token_s * work.seq_len, block_pass.attention_s * pairs)
             least_s.append(np.array([pass_s]))
-        return float(self._block_s(least_s)[0])
+        return float(self._block_s(np.array(least_s) + self._least_of_experts_P1())[0])
 
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Return the time of one block for many assignments of one grouping, ``[B]``."""
         assigned = self._block.assigned(grouping, tokens_BD, heads_BD)
         attention_B = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
-        return self._block_s(self._with_recurrence(attention_B, grouping, tokens_BD))
+        return self._block_s(self._of_all_layers(attention_B, grouping, tokens_BD))
 
     def block_s_below(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_B: Floats) -> Floats:
         """Return `block_s_many`, but infinity if the groups take at least ``below_B`` in every ring order, ``[B]``.
@@ -134,13 +143,14 @@ class CalibratedCostModel(CostModel):
         for with_all_to_alls in (False, True):
             if with_all_to_alls:
                 exchange_BK = block.exchange_s(work)
-            bound_B = self._block_s(compute.least_s(exchange_BK))
+            bound_B = self._block_s(self._with_experts(compute.least_s(exchange_BK), work.tokens_BD))
             promising = np.flatnonzero(bound_B < below_B[rows] * (1 + ROUNDING))
             if not len(promising):
                 return time_B
             rows, work, compute = rows[promising], work.take(promising), compute.take(promising)
         assigned = block.with_transfers(work, exchange_BK[promising])
-        time_B[rows] = self._block_s([ring_finish_s(ring) for ring in block.rings(assigned, compute)])
+        finish_B = [ring_finish_s(ring) for ring in block.rings(assigned, compute)]
+        time_B[rows] = self._block_s(self._with_experts(finish_B, work.tokens_BD))
         return time_B
 
     def free_ring_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
@@ -152,13 +162,15 @@ class CalibratedCostModel(CostModel):
         compute = self._block.compute(work)
         if compute.contiguous_causal or self._recurrent is not None:
             return super().free_ring_s(grouping, tokens_BD, heads_BD)
-        return self._block_s(compute.least_s(self._block.exchange_s(work)))
+        return self._block_s(self._with_experts(compute.least_s(self._block.exchange_s(work)), tokens_BD))
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """Divide the time of one block into three terms that add up to it.
 
-        non-attention   time of the group that takes longest outside attention; a scan counts as non-attention
-        all-to-all      time of the group that takes longest outside attention and in all-to-alls, less the first term
+        non-attention   time of the group that takes longest outside attention; a scan counts as non-attention, and so
+                        do the slowest rank's experts, if they are divided among ranks
+        all-to-all      time of the group that takes longest outside attention and in all-to-alls, less the first term;
+                        and the messages of divided experts
         ring steps      remaining time of the block, up to the end of the slowest group
         """
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
@@ -177,7 +189,12 @@ class CalibratedCostModel(CostModel):
                 share = block_pass.repeats * self._recurrent_share
                 non_attention_s += share * float((times.total_B - times.exchange_B)[0])
                 exchanged_s += share * float(times.total_B[0])
-        block_s = float(self._block_s(self._with_recurrence(finish, grouping, tokens_D[None]))[0])
+        if self._experts is not None:
+            experts = self._experts.times(tokens_D[None])
+            for index, block_pass in enumerate(self._block.passes):
+                non_attention_s += block_pass.repeats * float(experts.compute_PD[index].max())
+                exchanged_s += block_pass.repeats * float(experts.total_PB[index, 0])
+        block_s = float(self._block_s(self._of_all_layers(finish, grouping, tokens_D[None]))[0])
         return Terms(
             non_attention_s=non_attention_s,
             all_to_all_s=exchanged_s - non_attention_s,
@@ -215,6 +232,8 @@ class CalibratedCostModel(CostModel):
         step_bytes_D = owned_D * (2 * work.optimizer_bytes + work.gradient_bytes + work.element_bytes)
         copied_back = {0: work.gradient_bytes, 3: 0}.get(stage, work.element_bytes)
         step_bytes_D = step_bytes_D + count * 2 * (reductions * work.gradient_bytes + copied_back)
+        experts = DividedExperts.of(model, work, self.cluster)
+        step_bytes_D = step_bytes_D + 2 * (experts.optimizer_D + experts.gradients_D) + experts.weights_D
         step_s_D = step_bytes_D * self._block.rates.memory_s_per_byte
         if work.offload_optimizer:
             step_s_D = offloaded_step_s_D(self.cluster.devices, work, owned_D)
@@ -239,6 +258,9 @@ class CalibratedCostModel(CostModel):
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Return the time that every rank computes in one block, ``[D]``."""
         attention_D = explain.busy_s(self._block, self._block.work(grouping, tokens_D[None], heads_D[None]))
+        if self._experts is not None:
+            repeats = [block_pass.repeats for block_pass in self._block.passes]
+            return np.asarray(attention_D + repeats @ self._experts.compute_PD)
         if self._recurrent is None:
             return attention_D
         return self._attention_share * attention_D + self._recurrent_share * self._recurrent.busy_s(grouping, tokens_D)
@@ -247,7 +269,11 @@ class CalibratedCostModel(CostModel):
         """Find the largest of the block's ``terms``, and the rank or link that sets it."""
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
         pass_s_B = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
-        pass_s_B = self._with_recurrence(pass_s_B, grouping, tokens_D[None])
+        pass_s_B = self._of_all_layers(pass_s_B, grouping, tokens_D[None])
+        if self._experts is not None:
+            cause = self._bottleneck_of_experts(tokens_D, assigned, terms)
+            if cause is not None:
+                return cause
         if self._recurrent is not None and terms.all_to_all_s > max(terms.non_attention_s, terms.ring_steps_s):
             rank = int(tokens_D.argmax())
             peer = explain.slowest_peer(self.cluster, rank, np.arange(len(tokens_D)))
@@ -257,6 +283,23 @@ class CalibratedCostModel(CostModel):
         # A block that takes more than 2 % longer than its passes waits for ZeRO's traffic or for the host.
         beside = self._slowest_beside() if terms.block_s > 1.02 * passes_s else None
         return explain.bottleneck(self._block, assigned, terms, beside=beside)
+
+    def _bottleneck_of_experts(self, tokens_D: Floats, assigned: AssignedWork, terms: Terms) -> Bottleneck | None:
+        """Return the rank whose experts, or the link whose messages, decide the largest term; None if others do."""
+        assert self._experts is not None
+        times = self._experts.times(tokens_D[None])
+        repeats = np.array([block_pass.repeats for block_pass in self._block.passes])
+        if terms.non_attention_s >= max(terms.all_to_all_s, terms.ring_steps_s):
+            of_experts_D = repeats @ times.compute_PD
+            is_largest = 2 * of_experts_D.max() > terms.non_attention_s
+            rank = int(of_experts_D.argmax())
+            return Bottleneck.of_rank(self.cluster, "non_attention_s", "experts", rank) if is_largest else None
+        of_heads_s = float(repeats.sum() * assigned.exchange_BK[0].max())
+        if terms.all_to_all_s < terms.ring_steps_s or of_heads_s > float(repeats @ times.exchange_PB[:, 0]):
+            return None
+        rank = self._experts.largest_sender(tokens_D)
+        peer = explain.slowest_peer(self.cluster, rank, np.arange(len(tokens_D)))
+        return Bottleneck.of_link(self.cluster, "all_to_all_s", rank, peer)
 
     def _slowest_beside(self) -> str:
         """Of ZeRO's traffic and the host's launches, which both run beside the passes, name the longer one."""
@@ -269,11 +312,27 @@ class CalibratedCostModel(CostModel):
         """Return when each rank computes and transfers in one block, see `ds_hetero.cost.explain.timeline`."""
         grouping, tokens_D, heads_D = self.arrays(schedule)
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
+        if self._experts is not None:
+            return explain.timeline(self._block, assigned, self._experts.times(tokens_D[None]))
         if self._recurrent is None:
             return explain.timeline(self._block, assigned)
         return explain.mixed_timeline(
             self._block, assigned, self._recurrent, (self._attention_share, self._recurrent_share)
         )
+
+    def _of_all_layers(
+        self, attention_B: list[Floats], grouping: Grouping, tokens_BD: Floats
+    ) -> Sequence[Floats] | Floats:
+        """Return the times of both passes of an average layer, experts included, from those of an attention layer."""
+        return self._with_experts(self._with_recurrence(attention_B, grouping, tokens_BD), tokens_BD)
+
+    def _with_experts(self, pass_B: Sequence[Floats] | Floats, tokens_BD: Floats) -> Sequence[Floats] | Floats:
+        """Add the time of divided experts to the times of both passes, ``[B]`` each."""
+        return pass_B if self._experts is None else np.array(pass_B) + self._experts.times(tokens_BD).total_PB
+
+    def _least_of_experts_P1(self) -> Floats:
+        """Return the time of divided experts with free messages, ``[P, 1]``; zeros if experts are not divided."""
+        return np.zeros((2, 1)) if self._experts is None else self._experts.least_P[:, None]
 
     def _with_recurrence(self, attention_B: list[Floats], grouping: Grouping, tokens_BD: Floats) -> list[Floats]:
         """Return the times of both passes of an average layer from those of an attention layer, ``[B]`` each."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.divided_experts import ExpertTimes
 from ds_hetero.cost.model import Bottleneck, Span, Terms
 from ds_hetero.cost.passes import AssignedWork, BlockPasses, Work
 from ds_hetero.cost.recurrent import RecurrentLayer
@@ -66,14 +67,37 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, besi
     return Bottleneck.of_rank(block.cluster, term, "compute", int(busy_D.argmax()))
 
 
-def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
-    """Return when each rank computes and transfers in the forward, recomputation (if any) and backward of a block."""
+def timeline(block: BlockPasses, assigned: AssignedWork, experts: ExpertTimes | None = None) -> tuple[Span, ...]:
+    """Return when each rank computes and transfers in the forward, recomputation (if any) and backward of a block.
+
+    Args:
+        experts: times of divided experts; None if experts are computed where the tokens are.
+    """
     spans: list[Span] = []
     begin_s = 0.0
     for phase in _phases(block):
         spans += _pass_spans(block, assigned, phase, begin_s)
         begin_s += float(ring_finish_s(block.rings(assigned)[phase == "backward"])[0])
+        if experts is not None:
+            spans += _expert_spans(experts, phase, begin_s)
+            begin_s += float(experts.total_PB[int(phase == "backward"), 0])
     return tuple(spans)
+
+
+def _expert_spans(experts: ExpertTimes, phase: str, begin_s: float) -> list[Span]:
+    """Return the intervals of divided experts in a pass: rows travel, experts compute, results travel."""
+    number = int(phase == "backward")
+    message_s = float(experts.exchange_PB[number, 0]) / 2
+    compute_D = experts.compute_PD[number]
+    computed_s = begin_s + message_s + float(compute_D.max())
+    spans = []
+    for rank, compute_s in enumerate(compute_D.tolist()):
+        arrived_s = begin_s + message_s
+        spans.append(Span.of(rank, "network", "all_to_all", begin_s, arrived_s, phase=phase))
+        if compute_s:
+            spans.append(Span.of(rank, "compute", "non_attention", arrived_s, arrived_s + compute_s, phase=phase))
+        spans.append(Span.of(rank, "network", "all_to_all", computed_s, computed_s + message_s, phase=phase))
+    return spans
 
 
 def mixed_timeline(

@@ -47,7 +47,8 @@ class Bottleneck:
     """Bottleneck of the block time: the largest term, and the rank or the link behind it."""
 
     term: str  # a field name of `Terms`
-    cause: str  # ``"compute"``, ``"memory bandwidth"``, ``"link"``, ``"ZeRO traffic"`` or ``"the host's launches"``
+    # ``"compute"``, ``"experts"``, ``"memory bandwidth"``, ``"link"``, ``"ZeRO traffic"`` or ``"the host's launches"``
+    cause: str
     rank: int  # the slowest rank, or one end of the slowest link
     peer: int | None  # the other end of the link; None if the cause is not a link
     text: str  # a sentence for people

@@ -28,6 +28,9 @@ OPTIMIZER_BYTES = {
 }
 """Bytes of optimizer state per trained parameter, the master weight included."""
 
+EXPERT_RULES = ("equal", "by_memory", "by_speed")
+"""Rules by which the experts of a layer are divided among ranks; besides there are lists of weights, one per rank."""
+
 BUCKET_BYTES = 25 * 2**20  # default bucket of `AsymmetricGradientSync`; the first is made while all gradients exist
 
 
@@ -93,6 +96,9 @@ class Workload:
     compiled: bool = False  # torch.compile: norms, rotary embedding and activation are one kernel each
     selective_checkpointing: bool = False  # recompute norms and activations alone, instead of whole layers
     buffers: Buffers = Buffers()  # DeepSpeed's buffers
+    # Experts live on ranks in numbers by a rule of `EXPERT_RULES`, or by weights of the ranks, and tokens travel to
+    # them; None: every rank computes the experts of its own tokens.
+    experts: str | tuple[float, ...] | None = None
     data_parallel: int = 1  # replicas that share the ZeRO partition with this one
     zero_within: bool = False  # every node of the cluster owns all model states (``"zero_within": "node"``)
     zero_cluster: Cluster | None = None  # devices of all replicas, over which ZeRO communicates; None: this one's
@@ -132,6 +138,13 @@ class Workload:
         weights = self.zero_weights
         if weights is not None and not (all(map(is_weight, weights)) and any(weights)):
             raise PlanError(f"zero_weights must be finite weights >= 0, not all 0, got {shortened(weights)}.")
+        experts = self.experts
+        is_rule = experts is None or experts in EXPERT_RULES
+        if not is_rule and not (isinstance(experts, tuple) and all(map(is_weight, experts)) and any(experts)):
+            raise PlanError(
+                f"experts must be one of {', '.join(EXPERT_RULES)}, or finite weights >= 0, not all 0, got "
+                f"{shortened(experts)}."
+            )
 
     @property
     def step_tokens(self) -> int:
@@ -140,7 +153,7 @@ class Workload:
 
     @property
     def memory_savers(self) -> tuple[str, ...]:
-        """Settings that save memory and are on, in words: adapters, recomputation, tiles, offloads."""
+        """Settings that save memory and are on, in words: adapters, recomputation, tiles, offloads, divided experts."""
         words = {
             self.trained_in_words: self.adapter_rank > 0,
             "Liger's kernels": self.fused_kernels,
@@ -152,6 +165,7 @@ class Workload:
             "tiled MLP": self.tiled_mlp,
             "optimizer state in the host's memory": self.offload_optimizer,
             "parameters in the host's memory": self.offload_parameters,
+            self.experts_in_words: self.experts is not None,
         }
         return tuple(word for word, is_on in words.items() if is_on)
 
@@ -159,6 +173,13 @@ class Workload:
     def keeps_attention(self) -> bool:
         """Whether the recomputation of a layer takes the attention of its forward, and sends no message of it again."""
         return self.keep_attention and self.activation_checkpointing
+
+    @property
+    def experts_in_words(self) -> str:
+        """How experts are divided among ranks, such as ``experts by speed`` or ``experts 2, 1, 1``."""
+        if isinstance(self.experts, tuple):
+            return f"experts {', '.join(f'{weight:.4g}' for weight in self.experts)}"
+        return f"experts {str(self.experts).replace('_', ' ')}"
 
     @property
     def trained_in_words(self) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide_pipelines import PipelineFacts, SearchedPipelines, search_pipelines
-from ds_hetero.decision.expert_weights import expert_weights_of
+from ds_hetero.decision.expert_weights import check_expert_weights, expert_weights_of
 from ds_hetero.decision.facts import JobFacts, workload_of
 from ds_hetero.decision.forecast import Forecast, forecast
 from ds_hetero.decision.resolve import (
@@ -106,6 +106,7 @@ def decide(
         return JobStart(facts=facts, plan=searched.plan, searched=searched)
     if plan is not None and is_of_pipelines(plan, facts.section):
         return JobStart(facts=facts, plan=plan)
+    check_expert_weights(facts.section, world_size)
     cluster = measured or _described_cluster(facts.section)
     start = _decide_tokens(_Job(facts, world_size, cluster, on_host), plan)
     if facts.section.experts is None:

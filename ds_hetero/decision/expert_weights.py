@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_hetero.cluster import Cluster
+from ds_hetero.common.text import time_text
+from ds_hetero.cost.terms.expert_shares import EQUAL, expert_weights
 from ds_hetero.cost.terms.expert_traffic import token_bytes, weight_bytes_of_experts
 from ds_hetero.decision.facts import FP32_BYTES, JobFacts, TrainingFacts
+from ds_hetero.decision.forecast import Forecast
 from ds_hetero.errors import ConfigError
+from ds_hetero.planner.expert_choice import gathered_instead
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 from ds_hetero.values.splits import share
@@ -18,17 +22,23 @@ from ds_hetero.values.splits import share
 _KEY = f'"{SECTION}.experts"'
 
 
-def expert_weights_of(facts: JobFacts, plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
-    """Return the weight of each rank, by which the experts of every layer are divided.
+def check_expert_weights(section: HeterogeneitySection, num_ranks: int) -> None:
+    """Check the length of a list of weights. Raises `ConfigError`: it is not one per rank."""
+    wish = section.experts
+    if isinstance(wish, list) and len(wish) != num_ranks:
+        raise ConfigError(
+            f"{_KEY} has {len(wish)} weights, {wish}, but the job has {num_ranks} ranks. Give one per rank."
+        )
 
-    ``"by_speed"``: rates of matmuls, since the time of experts is that of their matmuls if all are chosen alike.
-    ``"by_memory"``: memory for tensors.
+
+def expert_weights_of(facts: JobFacts, plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
+    """Return the weight of each rank, by which the experts of every layer are divided; see `expert_weights`.
 
     Args:
         cluster: of the job; None if it is unknown.
 
     Raises:
-        ConfigError: a list of another length, several replicas, or unknown devices.
+        ConfigError: several replicas, or unknown devices.
     """
     wish = facts.section.experts
     assert wish is not None
@@ -40,27 +50,22 @@ def expert_weights_of(facts: JobFacts, plan: Plan, cluster: Cluster | None) -> t
             "key out."
         )
     if isinstance(wish, list):
-        if len(wish) != num_ranks:
-            raise ConfigError(
-                f"{_KEY} has {len(wish)} weights, {wish}, but the job has {num_ranks} ranks. Give one per rank."
-            )
         return tuple(wish)
-    if wish == "equal":
+    if wish == EQUAL:
         return (1.0,) * num_ranks
     if cluster is None or cluster.num_ranks != num_ranks:
         raise ConfigError(
             f'{_KEY}: "{wish}" needs the devices of all {num_ranks} ranks. Set "{SECTION}.cluster" to "measure" or to '
             "the file of this job's cluster, or give a list of weights."
         )
-    if wish == "by_memory":
-        return tuple(device.usable_bytes for device in cluster.devices)
-    return tuple(device.peak_flops_per_s * device.efficiency.matmul for device in cluster.devices)
+    return expert_weights(wish, cluster)
 
 
-def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan) -> str:
-    """Describe how the experts of a layer are divided, and which is cheaper to send: tokens, or weights under ZeRO-3.
+def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan, forecasts: Sequence[Forecast] = ()) -> str:
+    """Describe how the experts of a layer are divided, and which is cheaper: tokens that travel, or weights (ZeRO-3).
 
-    Only the numbers of experts if the length of a sequence is unknown; only weights if the model's shape is.
+    The bytes of both, and if a step is predicted, the seconds of both. Only the numbers of experts if the length of a
+    sequence is unknown; only weights if the model's shape is.
     """
     spec = facts.model.spec
     if spec is None or not spec.num_experts:
@@ -75,9 +80,24 @@ def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan) -> str:
     tokens = [samples * count for _, count in sorted(plan.schedules[0].tokens(length).items())]
     sent = max(token_bytes(spec, tokens, experts, element_bytes))
     of_weights = weight_bytes_of_experts(spec, len(experts), element_bytes)
+    seconds = "".join(_seconds_text(forecast) for forecast in forecasts[:1])
     return (
         f"{text}; with {sum(tokens):,} tokens in a micro-batch, a rank sends up to {sent / 1e6:,.0f} MB of tokens per "
-        f"layer, and would send {of_weights / 1e6:,.0f} MB of experts under ZeRO-3"
+        f"layer, and would send {of_weights / 1e6:,.0f} MB of experts under ZeRO-3{seconds}"
+    )
+
+
+def _seconds_text(forecast: Forecast) -> str:
+    """Say how long a step takes with tokens that travel, and with weights that travel; empty if neither is predicted.
+
+    The tokens of the ranks are the same in both, so that the two differ in the experts alone.
+    """
+    if forecast.cost.workload.experts is None:
+        return ""
+    gathered = gathered_instead(forecast.cost).predict(forecast.schedule.shifted(0))
+    return (
+        f". A step is predicted to take {time_text(forecast.prediction.iteration_s)}, and "
+        f"{time_text(gathered.iteration_s)} if weights travelled"
     )
 
 

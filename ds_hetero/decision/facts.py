@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ds_hetero.cost import Workload
+from ds_hetero.cost.terms.expert_shares import predicts_experts
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -103,7 +104,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
 
     Args:
         facts: section, model and training of the job; of the section only ``seq_len``, ``zero_partition``,
-            ``zero_within`` and ``tile_tokens`` are read.
+            ``zero_within``, ``tile_tokens`` and ``experts`` are read.
         on_host: whether devices are CPUs, so that nothing can be offloaded to the host.
     """
     section, model, training = facts.section, facts.model, facts.training
@@ -116,6 +117,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
     master_bytes = 0 if stage == 0 and element_bytes == FP32_BYTES else FP32_BYTES
     optimizer_bytes = master_bytes + 2 * FP32_BYTES
     micro_batch, micro_batches = _batch(training, num_replicas)
+    experts = section.experts if num_replicas == 1 and model.spec is not None and predicts_experts(model.spec) else None
     is_tiled = section.tile_tokens is not None  # without tiles, models return the logits of all tokens of a shard
     return Workload(
         seq_len=_seq_len(facts),
@@ -137,6 +139,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
         offload_parameters=stage == 3 and not on_host and training.offloads_parameters,
         # Only Adam on GPUs is fused; that on CPUs makes two temporaries of every element.
         buffers=replace(training.buffers, optimizer_bytes=2 * FP32_BYTES if on_host else 0),
+        experts=tuple(experts) if isinstance(experts, list) else experts,
         data_parallel=num_replicas,
     )
 

@@ -412,7 +412,7 @@ def announce_start(start: JobStart) -> None:
         return
     announce(f"on, {plan_text(start.plan, start.section)}")
     if start.expert_weights is not None:
-        announce(experts_text(start.expert_weights, start.facts, start.plan))
+        announce(experts_text(start.expert_weights, start.facts, start.plan, start.forecasts))
     for line in (*kept_attention_lines(start), *other_kernel_lines(start)):
         announce(line)
     if start.forecasts and start.section.strategy in (LUT.name, FORMULA.name):

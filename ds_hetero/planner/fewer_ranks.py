@@ -74,7 +74,8 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
         planned: the best schedule of all ranks.
         layout: ``"zigzag"`` or ``"contiguous"``; None for the planner's choice.
     """
-    if cost.workload.data_parallel > 1 or cost.workload.zero_cluster is not None:
+    has_weights_of_ranks = isinstance(cost.workload.experts, tuple)
+    if cost.workload.data_parallel > 1 or cost.workload.zero_cluster is not None or has_weights_of_ranks:
         return None
     kept, best = tuple(range(cost.cluster.num_ranks)), planned
     for _ in range(_LEFT_OUT_ROUNDS):

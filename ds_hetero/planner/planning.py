@@ -15,6 +15,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.terms.expert_shares import expert_weights
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import MemoryPlanError, PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -95,13 +96,15 @@ def check_workload(cluster: Cluster, workload: Workload) -> None:
     """Check a workload against a cluster before anything is computed.
 
     Raises:
-        PlanError: there are fewer tokens than ranks, or another number of ZeRO weights than ranks.
+        PlanError: there are fewer tokens than ranks, or another number of ZeRO or expert weights than ranks.
     """
     weights = workload.zero_weights
     if weights is not None and len(weights) != cluster.num_ranks:
         raise PlanError(
             f"zero_weights has {len(weights)} entries, the cluster {cluster.num_ranks} ranks. Give one weight per rank."
         )
+    if isinstance(workload.experts, tuple):
+        expert_weights(workload.experts, cluster)
     if workload.seq_len < cluster.num_ranks:
         raise PlanError(
             f"{cluster.num_ranks} ranks cannot share a sequence of {workload.seq_len} tokens. "

@@ -44,6 +44,8 @@ def ds_config(job: Job, plan: JsonObject) -> JsonDict:
         section["zero_within"] = "node"
     if work.keeps_attention:
         section["keep_attention"] = True
+    if work.experts is not None:
+        section["experts"] = list(work.experts) if isinstance(work.experts, tuple) else work.experts
     if work.tiled_mlp or work.tiled_logits:
         section["tile_tokens"] = work.tile_tokens or MLP_TILE_TOKENS
     return {**config, "heterogeneity": section}

@@ -21,7 +21,7 @@ from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cluster.file_values import cluster_to_dict
 from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_list, is_whole, shortened
 from ds_hetero.cost import Workload
-from ds_hetero.cost.workload import Buffers
+from ds_hetero.cost.workload import EXPERT_RULES, Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import model_from_config
 from ds_hetero.models.latent import LatentAttention
@@ -72,12 +72,18 @@ class PlanScenario:
             "workload": {
                 **workload,
                 "zero_weights": _list_or_none(self.workload.zero_weights),
+                "experts": _experts_value(self.workload.experts),
                 "buffers": asdict(self.workload.buffers),
             },
             "clusters": [cluster_to_dict(cluster) for cluster in self.clusters],
             "lengths": _list_or_none(self.lengths),
             **({_LEFT_OUT: {name: list(ranks) for name, ranks in self.left_out}} if self.left_out else {}),
         }
+
+
+def _experts_value(experts: str | tuple[float, ...] | None) -> str | list[float] | None:
+    """Return the division of experts as JSON has it."""
+    return list(experts) if isinstance(experts, tuple) else experts
 
 
 def read_scenario(data: Any) -> PlanScenario:
@@ -131,6 +137,7 @@ _LATER_FIELDS = (
     "selective_checkpointing",
     "zero_within",
     "keep_attention",
+    "experts",
 )
 
 
@@ -146,11 +153,12 @@ def _read_workload(data: Any) -> Workload:
             raise PlanError(
                 f"{SCENARIO}.workload.{name}: {shortened(value)} is not a value of this field. {SCENARIO_REMEDY}"
             )
-    weights, buffers = data["zero_weights"], data["buffers"]
+    weights, buffers, experts = data["zero_weights"], data["buffers"], data["experts"]
     if buffers is not None:
         _expect_keys(f"{SCENARIO}.workload.buffers", buffers, tuple(field.name for field in fields(Buffers)))
     parts = {
         "zero_weights": None if weights is None else tuple(weights),
+        "experts": tuple(experts) if is_list(experts) else experts,
         "buffers": Buffers() if buffers is None else Buffers(**buffers),  # files of earlier versions have none
     }
     return Workload(**{**data, **parts})
@@ -165,9 +173,11 @@ def _is_workload_value(name: str, value: Any, default: Any) -> bool:
     if isinstance(default, bool):
         return isinstance(value, bool)
     if value is None:
-        return name in ("zero_weights", "tile_tokens", "logit_bytes", "quantization", "buffers")
+        return name in ("zero_weights", "tile_tokens", "logit_bytes", "quantization", "buffers", "experts")
     if name == "zero_weights":
         return is_list(value)
+    if name == "experts":
+        return is_list(value) or value in EXPERT_RULES
     if name == "quantization":
         return isinstance(value, str)
     if name == "buffers":

@@ -80,6 +80,11 @@ class CalibratedStageCosts(StageCosts):
                 "stages of pipelines compute attention again in a recomputation, but keep_attention is on. Leave it "
                 "out, or plan sequence parallelism: --parallel sequence."
             )
+        if workload.experts is not None:
+            raise PlanError(
+                "stages of pipelines hold the experts of their layers, but experts are to be divided among ranks. "
+                "Leave --experts out, or plan sequence parallelism: --parallel sequence."
+            )
         super().__init__(cluster, model, workload.seq_len, workload.activation_checkpointing)
         self.workload, self.inners, self.owners = workload, tuple(inners), owners
         self._find = find

@@ -36,7 +36,8 @@ class Gathered(NamedTuple):
         limit = float(element * buffers.live_parameters)
         if all_bytes - head_bytes < limit:
             limit = all_bytes
-        half_a_matrix = 0.5 * element * model.mlp_size * model.hidden_size * max(model.num_experts, 1)
+        experts = 1 if workload.experts is not None else max(model.num_experts, 1)
+        half_a_matrix = 0.5 * element * model.mlp_size * model.hidden_size * experts
         return cls(
             in_layers=min(max(limit + half_a_matrix, layer_bytes), all_bytes),
             at_loss=min(max(limit, head_bytes), all_bytes),

@@ -9,6 +9,7 @@ Dimension key: D ranks, K groups.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ class LayerShare(NamedTuple):
     copied: Bytes = 0.0  # 1 if an all-to-all copies attention's output on its way to the output projection, else 0
     cut: int = 1  # ranks that shard the layer's matmuls by heads and columns; norms and residuals are not sharded
     residual_cut: int = 1  # ranks that share the tokens of norms and residuals, see `ds_hetero.runtime.shared_tokens`
+    experts: Bytes | None = None  # share of a layer's experts on this rank, if they are divided among ranks
+    expert_tokens: Bytes = 0.0  # tokens of all ranks, whose rows travel to those experts
 
     @classmethod
     def of_sequence(
@@ -121,6 +124,8 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
         plain MLP           input and output of its activation
         experts             also their inputs and outputs, once for each expert that a token uses; some routers keep
                             their input in fp32
+        divided experts     the same where the expert is, of its share of all ranks' tokens; where the token is, the
+                            results that came back
         tiled MLP           its input alone, which is the output of its norm
         kept attention      (until a recomputation) attention's output and log-sum-exp, and the KV block that visited
                             last; if an all-to-all has copied them, also q, k, v and the output before and after it
@@ -150,13 +155,17 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
         narrow = model.latent.query_rank + model.latent.kv_rank
         attention_tokens = attention_tokens + tokens * narrow * token.norm / hidden
     attention_layer = attention_tokens + (qkv_and_output + log_sum_exp)
+    moved: Bytes = 0.0  # bytes of a layer with experts that tokens of other ranks add, and own tokens do not need here
+    if share.experts is not None:
+        moved = _moved_expert_bytes(model, workload, share, with_experts)
+        attention_layer = attention_layer + moved
     kept: Bytes = 0.0
     if workload.keeps_attention:
         exchanged = element * head_dim * (share.rows + 2 * share.kv_rows + tokens * model.num_heads / share.cut)
         received = element * head_dim * 2 * share.visited
         kept = element * head_dim * share.rows + received + log_sum_exp + exchanged * share.copied
     recurrent_layer = tokens * (token.norm + token.post_norm + token.mlp_saved + _recurrent_bytes(model, element))
-    mlp_saved = tokens * token.mlp_saved
+    mlp_saved = tokens * token.mlp_saved + moved
     if share.residual_cut > 1:
         # Of the norms before and after a mixer or an MLP; outputs of the first, which matmuls read, are whole.
         of_norms = token.norm - element * hidden + token.post_norm
@@ -166,16 +175,19 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     if model.dense_layers:  # so far all layers count as the larger kind
         less_with_experts = (model.num_mlps - model.dense_layers) * (token.mlp_saved - with_experts.mlp_saved)
         less_dense = model.dense_layers * (token.mlp_saved - dense.mlp_saved)
-        all_layers_saved = all_layers_saved - tokens * (less_with_experts + less_dense)
+        all_layers_saved = all_layers_saved - tokens * (less_with_experts + less_dense) - model.dense_layers * moved
 
-    weight_grad: float = 0
+    weight_grad: Bytes = 0.0
     if not token.adapter:
         weight_grad = element * hidden * model.mlp_size * max(model.num_experts, 1) / share.cut
+    if share.experts is not None:
+        weight_grad = weight_grad * share.experts
     if workload.tiled_mlp:
         mlp_grad = _tiled_mlp_grad_bytes(model, workload, share, token, weight_grad)
     else:
-        inner_grads = element * tokens * (2 * token.mlp_width + hidden)
-        mlp_grad = inner_grads + np.maximum(tokens * token.routed, weight_grad)
+        width_tokens = tokens if share.experts is None else share.experts * share.expert_tokens
+        inner_grads = element * (width_tokens * 2 * token.mlp_width + tokens * hidden)
+        mlp_grad = inner_grads + np.maximum(width_tokens * token.routed, weight_grad)
     of_norm = tokens / share.residual_cut * (norm_backward_bytes(model, workload) + element * hidden) - mlp_saved
     mlp_grad = np.maximum(mlp_grad, of_norm)
 
@@ -245,6 +257,19 @@ def _token_bytes(model: ModelSpec, workload: Workload, cut: int) -> _TokenBytes:
     )
 
 
+def _moved_expert_bytes(model: ModelSpec, workload: Workload, share: LayerShare, whole: _TokenBytes) -> Bytes:
+    """Return by how many bytes the saved tensors of divided experts differ from those of experts of own tokens alone.
+
+    Args:
+        whole: bytes per token of a layer whose experts are computed where the tokens are.
+    """
+    assert share.experts is not None
+    rest = _token_bytes(replace(model, mlp_size=0, experts_per_token=0), workload, share.cut)
+    of_experts = whole.mlp_saved - rest.mlp_saved
+    results = workload.element_bytes * model.experts_per_token * model.hidden_size
+    return share.experts * share.expert_tokens * of_experts - share.tokens * (of_experts - results)
+
+
 def norm_bytes(model: ModelSpec, workload: Workload) -> int:
     """Return the bytes per element that autograd saves of a norm, without its output: see `SavedTensors`."""
     element = workload.element_bytes
@@ -270,7 +295,7 @@ def _router_bytes(model: ModelSpec, workload: Workload) -> int:
 
 
 def _tiled_mlp_grad_bytes(
-    model: ModelSpec, workload: Workload, share: LayerShare, token: _TokenBytes, weight_grad: float
+    model: ModelSpec, workload: Workload, share: LayerShare, token: _TokenBytes, weight_grad: Bytes
 ) -> Bytes:
     """Return the bytes that the backward of a tiled MLP allocates."""
     element, hidden = workload.element_bytes, model.hidden_size

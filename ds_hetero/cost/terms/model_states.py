@@ -5,33 +5,80 @@ Dimension key: D ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.terms.expert_shares import divided_of_layer, share_of_experts_D
 from ds_hetero.cost.terms.memory_parts import MemoryParts
 from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
+
+_FP32_BYTES = 4
+# Temporaries per parameter of torch's optimizers on GPUs, which step all tensors at once (``foreach``): one list of
+# fp32 tensors, as torch's documentation of ``foreach`` says. On CPUs they step one tensor after the other.
+_FOREACH_BYTES = 4
 
 
 def static_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
     """Bytes of parameters, gradients and optimizer state that every rank keeps, ``[D]``.
 
     ZeRO (arXiv:1910.02054, section 3): stage 1 partitions the optimizer state, stage 2 the gradients too, stage 3 the
-    parameters too, each over all ranks of all replicas; see `owned_share_D`.
+    parameters too, each over all ranks of all replicas; see `owned_share_D`. Experts that are divided among ranks
+    are counted where they live.
     """
-    return np.asarray(sum(state_bytes(model, workload, cluster).values()))
+    of_rest = np.asarray(sum(state_bytes(model, workload, cluster).values()))
+    return of_rest + DividedExperts.of(model, workload, cluster).gradients_D
 
 
 def state_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> dict[str, Floats]:
-    """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
+    """Return the parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``.
+
+    Gradients of divided experts are left out, since ZeRO does not hold them: see `DividedExperts`.
+    """
+    experts = DividedExperts.of(model, workload, cluster)
+    of_experts = {"optimizer_state": experts.optimizer_D, "weights": experts.weights_D}
     owned_D, all_D = owned_share_D(workload, cluster), np.ones(cluster.num_ranks)
     of_state = {}
     for name, partitioned_from, size in _bytes_from_stage(model, workload):
         share_D = owned_D if workload.zero_stage >= partitioned_from else all_D
-        of_state[name] = np.asarray(size * share_D)
+        of_state[name] = np.asarray(size * share_D + of_experts.get(name, 0.0))
     return of_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DividedExperts:
+    """Bytes of the experts that every rank holds alone, ``[D]``; zeros if experts are not divided among ranks.
+
+    An optimizer of torch steps them, see `ds_hetero.frameworks.deepspeed.experts.optimizer`: gradients add up in fp32,
+    and weights of 16 bits have fp32 masters. Weights of fp32 are their own masters, also in ZeRO 1 to 3.
+    """
+
+    parameters_D: Floats  # number of weights
+    weights_D: Floats
+    gradients_D: Floats
+    optimizer_D: Floats
+    step_D: Floats  # temporaries of the step
+
+    @classmethod
+    def of(cls, model: ModelSpec, workload: Workload, cluster: Cluster) -> DividedExperts:
+        """Count the bytes for a model and a workload on a cluster."""
+        share_D = share_of_experts_D(model, workload, cluster)
+        parameters_D = model.num_layers * divided_of_layer(model, workload) * share_D
+        trained_D = parameters_D * (workload.adapter_rank == 0)
+        optimizer_bytes = workload.optimizer_bytes
+        if workload.element_bytes >= _FP32_BYTES and workload.zero_stage:
+            optimizer_bytes = max(optimizer_bytes - _FP32_BYTES, 0.0)
+        return cls(
+            parameters_D=parameters_D,
+            weights_D=parameters_D * workload.element_bytes,
+            gradients_D=trained_D * _FP32_BYTES,
+            optimizer_D=trained_D * optimizer_bytes,
+            step_D=trained_D * (0 if workload.buffers.optimizer_bytes else _FOREACH_BYTES),
+        )
 
 
 def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:

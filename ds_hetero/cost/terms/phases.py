@@ -36,6 +36,7 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.communicators import Communicators
+from ds_hetero.cost.terms.expert_shares import share_of_experts_D
 from ds_hetero.cost.terms.gathered import Gathered
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.host_memory import stays_on_device
@@ -50,7 +51,7 @@ from ds_hetero.cost.terms.layer_memory import (
     normed_bytes,
 )
 from ds_hetero.cost.terms.memory_parts import Bytes, MemoryParts, Phases
-from ds_hetero.cost.terms.model_states import owned_share_D, state_bytes
+from ds_hetero.cost.terms.model_states import DividedExperts, owned_share_D, state_bytes
 from ds_hetero.cost.terms.trained import (
     trained_of_ends,
     trained_of_layer,
@@ -99,6 +100,8 @@ class StandingMemory:
     freed_D: Floats  # share of activations that are freed before a rank's first gradient: `_freed_at_first_gradient`
     step_D: Floats  # bytes that the optimizer's step allocates: `_step_bytes`
     communicators: Communicators
+    experts: DividedExperts  # states of experts that are divided among ranks
+    experts_share_D: Floats  # share of a layer's experts that every rank holds; zeros if they are not divided
 
     @classmethod
     def of(cls, model: ModelSpec, workload: Workload, cluster: Cluster) -> StandingMemory:
@@ -127,6 +130,8 @@ class StandingMemory:
             freed_D=freed_D,
             step_D=_step_bytes(model, workload, cluster),
             communicators=Communicators.of(cluster, workload),
+            experts=DividedExperts.of(model, workload, cluster),
+            experts_share_D=share_of_experts_D(model, workload, cluster),
         )
 
 
@@ -135,7 +140,10 @@ def memory_phases(standing: StandingMemory, grouping: Grouping, tokens_D: Floats
     model, workload = standing.model, standing.workload
     checkpointed = workload.activation_checkpointing
     not_offloaded = stays_on_device(grouping.cluster, model, workload, tokens_D)
-    layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
+    share = LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D)
+    if workload.experts is not None:
+        share = share._replace(experts=standing.experts_share_D, expert_tokens=share.tokens.sum(axis=-1, keepdims=True))
+    layer = layer_memory(model, workload, share)
     activations, layer_activations = layer.all_layers_saved_bytes, layer.saved_bytes
     if checkpointed:
         if workload.offload_activations:
@@ -187,10 +195,16 @@ def _gradients_in_backward(standing: StandingMemory, activations: Bytes, layer_a
         layer_activations: bytes of activations of one layer.
     """
     workload, gradients = standing.workload, standing.states["gradients"]
-    if workload.zero_stage >= 2 or workload.micro_batches > 1:
-        return np.maximum(gradients - standing.freed_D * activations, 0.0)
+    of_experts = standing.experts.gradients_D  # they grow from layer to layer, as in ZeRO 0, whatever the stage
+    if workload.micro_batches > 1:
+        return np.maximum(gradients - standing.freed_D * activations, 0.0) + of_experts
+    if workload.zero_stage >= 2:
+        freed_D = standing.freed_D
+        at_first_gradient = np.maximum(gradients - freed_D * (activations - of_experts), 0.0)
+        at_end = gradients + of_experts - activations + layer_activations
+        return np.maximum(at_first_gradient, at_end) if workload.experts else at_first_gradient
     embedding = 0 if standing.model.tied_embeddings else standing.head  # its gradient comes after all layers
-    gradients_at_end = gradients - embedding
+    gradients_at_end = gradients - embedding + of_experts
     return np.maximum(gradients_at_end - activations + layer_activations, standing.head)
 
 
@@ -214,8 +228,11 @@ def _phases_outside_layers(
     """
     workload, gathered, head = standing.workload, standing.gathered, standing.head
     stage, all_gradients = workload.zero_stage, standing.states["gradients"]
+    of_experts = standing.experts.gradients_D
     has_gradients_before = stage == 3 or workload.micro_batches > 1
     gradients_before = all_gradients if has_gradients_before else 0.0
+    if workload.micro_batches > 1:
+        gradients_before = gradients_before + of_experts
     # A tiled loss adds up the head's gradient from tile to tile.
     gradients_at_loss = gradients_before + (head if workload.has_loss_tiles else 0.0)
     bucket = standing.bucket if stage == 3 else 0.0  # lower stages allocate it with the first gradient
@@ -233,12 +250,13 @@ def _phases_outside_layers(
             gradients=gradients_before + head,
             bucket=standing.bucket if has_sent_head else bucket,
         ),
-        "embedding": ends._replace(gradients=all_gradients + (head if stage >= 2 else 0.0)),
+        "embedding": ends._replace(gradients=all_gradients + of_experts + (head if stage >= 2 else 0.0)),
         "step": resting._replace(
             # `_step_bytes` counts the gradients of a rank's partition in ZeRO 1 and 2.
-            gradients=all_gradients if stage in (0, 3) else 0.0,
+            gradients=(all_gradients if stage in (0, 3) else 0.0) + of_experts,
             bucket=bucket,
-            step=standing.step_D,
+            # Experts step after the other parameters.
+            step=np.maximum(standing.step_D, standing.experts.step_D),
         ),
     }
 

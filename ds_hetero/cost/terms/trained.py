@@ -1,7 +1,11 @@
-"""Numbers of trained parameters, and bytes of weights, for full training, LoRA adapters and quantized weights."""
+"""Numbers of trained parameters, and bytes of weights, for full training, LoRA adapters and quantized weights.
+
+Experts that are divided among ranks are left out: `ds_hetero.cost.terms.model_states` counts them where they live.
+"""
 
 from __future__ import annotations
 
+from ds_hetero.cost.terms.expert_shares import divided_of_layer
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.models.trained_weights import QUANTIZATIONS, adapter_parameters
@@ -16,7 +20,9 @@ def trained_of_layer(model: ModelSpec, workload: Workload, cut: int = 1) -> floa
         cut: devices that share the layer by tensor parallelism.
     """
     rank = workload.adapter_rank
-    return adapter_parameters(model, rank, cut) if rank else model.layer_parameters / cut
+    if rank:
+        return adapter_parameters(model, rank, cut)
+    return (model.layer_parameters - divided_of_layer(model, workload)) / cut
 
 
 def trained_of_ends(model: ModelSpec, workload: Workload) -> int:
@@ -29,7 +35,7 @@ def trained_parameters(model: ModelSpec, workload: Workload) -> int:
     """Number of trained parameters of the whole model."""
     rank = workload.adapter_rank
     if not rank:
-        return model.num_parameters
+        return model.num_parameters - model.num_layers * divided_of_layer(model, workload)
     return model.num_layers * adapter_parameters(model, rank) + trained_of_ends(model, workload)
 
 
@@ -52,7 +58,7 @@ def layer_weight_bytes(model: ModelSpec, workload: Workload, cut: int = 1) -> fl
     if workload.quantization is not None:
         size = QUANTIZATIONS[workload.quantization].weight_bytes
     adapters = adapter_parameters(model, workload.adapter_rank, cut) if workload.adapter_rank else 0
-    return model.layer_parameters / cut * size + adapters * ADAPTER_BYTES
+    return (model.layer_parameters - divided_of_layer(model, workload)) / cut * size + adapters * ADAPTER_BYTES
 
 
 def weight_bytes(model: ModelSpec, workload: Workload) -> float:

@@ -69,6 +69,7 @@ class Job:
                 "tiled_mlp": work.tiled_mlp,
                 "offload_activations": work.offload_activations,
                 "offload_optimizer": work.offload_optimizer,
+                "experts": list(work.experts) if isinstance(work.experts, tuple) else work.experts,
                 "micro_batch": work.micro_batch,
                 "micro_batches": work.micro_batches,
             },

@@ -21,6 +21,7 @@ from ds_hetero.cluster.topology import Cluster, Node
 from ds_hetero.common.arrays import Ints
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.terms.expert_shares import experts_of_ranks
 from ds_hetero.cost.workload import Workload
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import whole_shares
@@ -38,7 +39,10 @@ def make_problem(
         head_units: granularities in which heads are divided; left out, the query heads of a whole KV head, which is
             then sent once, and single query heads.
     """
-    cluster, workload, rank_of = canonical(cost.cluster, cost.workload)
+    workload = cost.workload
+    if workload.experts is not None:  # by a rule, ranks of equal weight would get other numbers in another order
+        workload = replace(workload, experts=experts_of_ranks(cost.model, workload, cost.cluster))
+    cluster, workload, rank_of = canonical(cost.cluster, workload)
     canonical_cost = make_cost_model(cost.name, cluster, cost.model, workload)
     queries_per_kv_head = cost.model.num_heads // cost.model.num_kv_heads
     units = head_units or tuple(sorted({queries_per_kv_head, 1}, reverse=True))
@@ -52,8 +56,9 @@ def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, 
     Nodes are sorted by descending speed, then by memory, links and name; devices inside a node likewise.
 
     Returns:
-        The sorted cluster; the workload with its ZeRO weights sorted alike, while the order of ranks in ZeRO's rings
-        and among owners stays that of the original ranks; and the original rank of every canonical rank, ``[D]``.
+        The sorted cluster; the workload with its ZeRO weights and those of experts sorted alike, while the order of
+        ranks in ZeRO's rings and among owners stays that of the original ranks; and the original rank of every
+        canonical rank, ``[D]``.
     """
     bandwidths = np.sort(cluster.node_bytes_per_s, axis=1)[:, ::-1]  # of a node to all nodes, the fastest first
 
@@ -90,6 +95,8 @@ def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, 
     weights = workload.zero_weights
     if weights is not None:
         workload = replace(workload, zero_weights=tuple(weights[rank] for rank in rank_of))
+    if isinstance(workload.experts, tuple):
+        workload = replace(workload, experts=tuple(workload.experts[rank] for rank in rank_of))
     if workload.zero_stage:
         # ZeRO's rings follow the job's rank numbers, whatever order the search uses: so their order is kept.
         zero_places = workload.zero_order or range(len(rank_of))
