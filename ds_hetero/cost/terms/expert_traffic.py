@@ -17,26 +17,32 @@ _PASSES = 2
 _WEIGHT_TRANSFERS = 3
 
 
-def token_bytes(
+def bytes_between_ranks(
     model: ModelSpec, rank_tokens: Sequence[int], experts: Sequence[int], element_bytes: int
-) -> tuple[float, ...]:
-    """Bytes of tokens that each rank sends for one layer in a forward and its backward.
+) -> list[list[float]]:
+    """Return the bytes that rank i sends to rank j for one layer in a forward and its backward, as ``[i][j]``.
 
-    Every expert is chosen as often as any other. A token of a rank goes out for those of its k experts that are on
-    other ranks, and results of other ranks' tokens go back.
+    Every expert is chosen as often as any other. A token of rank i goes out for those of its k experts that are on
+    rank j, and results of rank j's tokens go back. Example: 8 tokens of rank 0, one expert each, and three quarters of
+    the experts on rank 1 are 6 rows from rank 0 to rank 1 and 6 results back, in both passes.
 
     Args:
         rank_tokens: tokens of every rank, of all sequences of the micro-batch.
         experts: experts of every rank; they sum to the layer's.
     """
-    all_tokens, all_experts = sum(rank_tokens), sum(experts)
-    row_bytes = model.hidden_size * element_bytes
-    sent = []
-    for tokens, local in zip(rank_tokens, experts, strict=True):
-        out = tokens * (1 - local / all_experts)
-        back = (all_tokens - tokens) * local / all_experts
-        sent.append(_PASSES * model.experts_per_token * (out + back) * row_bytes)
-    return tuple(sent)
+    row_bytes = _PASSES * model.experts_per_token * model.hidden_size * element_bytes / sum(experts)
+    ranks = range(len(experts))
+    return [
+        [row_bytes * (rank_tokens[i] * experts[j] + rank_tokens[j] * experts[i]) * (i != j) for j in ranks]
+        for i in ranks
+    ]
+
+
+def token_bytes(
+    model: ModelSpec, rank_tokens: Sequence[int], experts: Sequence[int], element_bytes: int
+) -> tuple[float, ...]:
+    """Return the bytes that each rank sends for one layer in a forward and its backward; see `bytes_between_ranks`."""
+    return tuple(map(sum, bytes_between_ranks(model, rank_tokens, experts, element_bytes)))
 
 
 def weight_bytes_of_experts(model: ModelSpec, num_ranks: int, element_bytes: int) -> float:
