@@ -5,6 +5,9 @@
 
 A step is a forward and a backward of a small Mixtral in float32. Both hold tokens 3:1, as the speeds are. Every token
 chooses two experts; the router's weights are random, so the experts get nearly equal numbers of tokens.
+
+Both are predicted from a profile that is taken before, at the speed of the machine in the rounds: a matmul of every
+rank is timed between the contenders.
 """
 
 from __future__ import annotations
@@ -20,12 +23,21 @@ import torch
 import ds_hetero
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab
+from benchmarks.lab.planning import product_rate, scaled
 from benchmarks.measure.turns import take_turns
+from benchmarks.pipelines.run import of_rank_0, profile_of, speeds_meanwhile
+from ds_hetero.cluster import Cluster
+from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.models import load_model
+from ds_hetero.planner.jobs.quick import micro_batch_and_shared_s
+from ds_hetero.values.schedule import Schedule
 
 SPEEDS = (3, 1)
 CLUSTER = EmulatedCluster(nodes=(EmulatedNode(speeds=SPEEDS),))
-EQUAL, BY_SPEED = "equal", "by speed"
+EQUAL, BY_SPEED, _MACHINE = "equal", "by speed", "machine"
+SHARES = {EQUAL: (1, 1), BY_SPEED: SPEEDS}
 NUM_EXPERTS, _VOCABULARY, _RTOL = 8, 256, 1e-5
+_SPEED_S = 0.5  # of a look at how fast the machine is
 
 
 @dataclass(frozen=True)
@@ -41,47 +53,82 @@ class ExpertsPlan:
 
 def measure(lab: RankLab, plan: ExpertsPlan) -> dict[str, Any]:
     """Measure all cases on this rank; the result of rank 0 is complete. Raises `RuntimeError`: losses differ."""
+    profile = profile_of(lab)
     lab.set_speeds(CLUSTER.cores)
     result: dict[str, Any] = {"speeds": lab.describe(), "cases": []}
     for number, tokens in enumerate(plan.tokens):
         lab.report(number / len(plan.tokens), f"{tokens:,} tokens")
         losses: dict[str, float] = {}
         handle = ds_hetero.register()
-        shares = {EQUAL: [1, 1], BY_SPEED: list(SPEEDS)}
-        contenders = {name: _step(handle, plan, tokens, name, share, losses) for name, share in shares.items()}
+        contenders = {name: _step(handle, plan, tokens, name, share, losses) for name, share in SHARES.items()}
         for step in contenders.values():
             step()
         if abs(losses[EQUAL] - losses[BY_SPEED]) > _RTOL * losses[EQUAL]:
             raise RuntimeError(f"{tokens} tokens: the losses differ: {losses}.")
-        turns = take_turns(contenders, plan.rounds, plan.budget_s, lab.own_pids)
+        rates: list[float] = []
+        looks = {_MACHINE: lambda rates=rates: rates.append(product_rate(_SPEED_S))}
+        turns = take_turns({**looks, **contenders}, plan.rounds, plan.budget_s, lab.own_pids)
+        del turns.seconds[_MACHINE]
         handle.undo()
-        result["cases"].append({"tokens": tokens, "loss": losses[BY_SPEED], **asdict(turns)})
+        speeds = speeds_meanwhile(lab, median(rates) / profile[1])
+        predicted_s = of_rank_0(partial(_predicted_s, scaled(profile[0], speeds), plan, tokens))
+        case = {"tokens": tokens, "loss": losses[BY_SPEED], "predicted_s": predicted_s, "speeds_meanwhile": speeds}
+        result["cases"].append({**case, **asdict(turns)})
     return result
 
 
+def _config_of(plan: ExpertsPlan, tokens: int) -> dict[str, Any]:
+    """Return the configuration of the model, as config.json has it."""
+    return {
+        "model_type": "mixtral",
+        "hidden_size": 64 * plan.num_heads,
+        "intermediate_size": 128 * plan.num_heads,
+        "num_hidden_layers": plan.num_layers,
+        "num_attention_heads": plan.num_heads,
+        "num_key_value_heads": plan.num_heads,
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "vocab_size": _VOCABULARY,
+        "max_position_embeddings": max(tokens, 128),
+    }
+
+
+def _schedule_of(plan: ExpertsPlan) -> dict[str, Any]:
+    """Return the schedule of both contenders: a ring whose ranks hold tokens by speed."""
+    groups = [{"ranks": [rank], "tokens": [speed], "heads": [plan.num_heads]} for rank, speed in enumerate(SPEEDS)]
+    return {"version": 1, "num_heads": plan.num_heads, "num_kv_heads": plan.num_heads, "groups": groups}
+
+
+def _predicted_s(cluster: Cluster, plan: ExpertsPlan, tokens: int) -> dict[str, float]:
+    """Return the predicted seconds of a forward and backward of both contenders on a cluster, without a step."""
+    model = load_model(_config_of(plan, tokens))
+    schedule = Schedule.from_dict(_schedule_of(plan))
+    predicted = {}
+    for name, share in SHARES.items():
+        work = Workload(
+            seq_len=tokens,
+            zero_stage=0,
+            activation_checkpointing=False,
+            tiled_logits=False,
+            element_bytes=4,
+            gradient_bytes=4,
+            experts=tuple(map(float, share)),
+        )
+        cost = make_cost_model("calibrated", cluster, model, work)
+        predicted[name], _ = micro_batch_and_shared_s(cost, *cost.arrays(schedule))
+    return predicted
+
+
 def _step(
-    handle: Any, plan: ExpertsPlan, tokens: int, name: str, share: list[int], losses: dict[str, float]
+    handle: Any, plan: ExpertsPlan, tokens: int, name: str, share: tuple[int, ...], losses: dict[str, float]
 ) -> Callable[[], None]:
     """Return a function that runs one step of a model of its own, and stores the loss under ``name``."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=64 * plan.num_heads,
-        intermediate_size=128 * plan.num_heads,
-        num_hidden_layers=plan.num_layers,
-        num_attention_heads=plan.num_heads,
-        num_key_value_heads=plan.num_heads,
-        num_local_experts=NUM_EXPERTS,
-        num_experts_per_tok=2,
-        vocab_size=_VOCABULARY,
-        max_position_embeddings=max(tokens, 128),
-        attn_implementation="sdpa",
-    )
+    config = MixtralConfig(**_config_of(plan, tokens), attn_implementation="sdpa")
     model = MixtralForCausalLM(config).train()
-    groups = [{"ranks": [rank], "tokens": [speed], "heads": [plan.num_heads]} for rank, speed in enumerate(SPEEDS)]
-    schedule = {"version": 1, "num_heads": plan.num_heads, "num_kv_heads": plan.num_heads, "groups": groups}
-    section = {"schedule": schedule, "checks": "off", "experts": share}
+    section = {"schedule": _schedule_of(plan), "checks": "off", "experts": list(share)}
     handle.registry.prepare(model, {"heterogeneity": section}, {})
     ids = torch.randint(0, _VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     (shard,) = handle.dataloader([{"input_ids": ids, "labels": ids.clone()}])
@@ -96,7 +143,7 @@ def _run_step(model: Any, handle: Any, shard: dict[str, Any], name: str, losses:
 
 
 def summarize(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row of every case: the median step of both contenders, and the median speedup of a pair."""
+    """Return a row of every case: the median step of both contenders and its prediction, and the median speedup."""
     rows = []
     for case in cases:
         equal, by_speed = (case["seconds"][name] for name in (EQUAL, BY_SPEED))
@@ -107,6 +154,10 @@ def summarize(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "equal_s": median(equal),
                 "by_speed_s": median(by_speed),
                 "speedup": median(speedups),
+                "predicted_equal_s": case["predicted_s"][EQUAL],
+                "predicted_by_speed_s": case["predicted_s"][BY_SPEED],
+                "error_equal": case["predicted_s"][EQUAL] / median(equal) - 1,
+                "error_by_speed": case["predicted_s"][BY_SPEED] / median(by_speed) - 1,
                 "pairs": len(speedups),
                 "foreign_cores": case["foreign_cores"],
             }

@@ -42,18 +42,22 @@ class ExpertsTable:
         }
 
     def show(self, result: dict[str, Any], console: Console) -> None:
-        """Print the steps of both, and the speedup."""
+        """Print the steps of both with their predictions, and the speedup."""
         plan = result["plan"]
         console.print(
             f"EMULATED: two ranks of {result['machine']['cpu']}, speeds 3:1; Mixtral of {plan['num_layers']} layers "
             f"with 8 experts, hidden size {64 * plan['num_heads']}, float32; {result['seconds']:.0f} s in all"
         )
-        table = Table("tokens", "equal experts", "by speed", "speedup", "pairs", "cores of others")
+        table = Table(
+            "tokens", "equal experts", "predicted", "by speed", "predicted", "speedup", "pairs", "others' cores"
+        )
         for row in result["rows"]:
             table.add_row(
                 f"{row['tokens']:,}",
                 f"{row['equal_s']:.2f} s",
+                f"{row['predicted_equal_s']:.2f} s ({100 * row['error_equal']:+.0f} %)",
                 f"{row['by_speed_s']:.2f} s",
+                f"{row['predicted_by_speed_s']:.2f} s ({100 * row['error_by_speed']:+.0f} %)",
                 f"{row['speedup']:.2f}",
                 str(row["pairs"]),
                 f"{row['foreign_cores']:.1f}",
