@@ -66,8 +66,9 @@ def measure(lab: RankLab, plan: ExpertsPlan) -> dict[str, Any]:
         if abs(losses[EQUAL] - losses[BY_SPEED]) > _RTOL * losses[EQUAL]:
             raise RuntimeError(f"{tokens} tokens: the losses differ: {losses}.")
         rates: list[float] = []
-        looks = {_MACHINE: lambda rates=rates: rates.append(product_rate(_SPEED_S))}
-        turns = take_turns({**looks, **contenders}, plan.rounds, plan.budget_s, lab.own_pids)
+        turns = take_turns(
+            {_MACHINE: partial(_note_speed, rates), **contenders}, plan.rounds, plan.budget_s, lab.own_pids
+        )
         del turns.seconds[_MACHINE]
         handle.undo()
         speeds = speeds_meanwhile(lab, median(rates) / profile[1])
@@ -75,6 +76,11 @@ def measure(lab: RankLab, plan: ExpertsPlan) -> dict[str, Any]:
         case = {"tokens": tokens, "loss": losses[BY_SPEED], "predicted_s": predicted_s, "speeds_meanwhile": speeds}
         result["cases"].append({**case, **asdict(turns)})
     return result
+
+
+def _note_speed(rates: list[float]) -> None:
+    """Append the speed of a matmul that every rank runs now."""
+    rates.append(product_rate(_SPEED_S))
 
 
 def _config_of(plan: ExpertsPlan, tokens: int) -> dict[str, Any]:

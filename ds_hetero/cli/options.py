@@ -56,24 +56,27 @@ class _Amount(click.ParamType):  # type: ignore[type-arg]
         return amount
 
 
+BEST_EXPERTS = "best"  # value of --experts: the planner chooses, whichever is faster
+
+
 class _Experts(click.ParamType):  # type: ignore[type-arg]
-    """Type of an option that says how experts are divided: a rule, weights such as ``3,1``, or ``no``."""
+    """Type of an option that says how experts are divided: a rule, weights such as ``3,1``, ``best`` or ``no``."""
 
     name = "experts"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str | tuple[float, ...] | None:
-        """Return the rule, the weights, or None for ``no``; end with a usage error if ``value`` is none of these."""
+        """Return the rule, ``best``, the weights, or None for ``no``; end with a usage error for anything else."""
         text = str(value)
         if text == "no":
             return None
-        if text in EXPERT_RULES:
+        if text == BEST_EXPERTS or text in EXPERT_RULES:
             return text
         try:
             return tuple(map(float, text.split(",")))
         except ValueError:
-            self.fail(f"{text!r} is neither no, {', '.join(EXPERT_RULES)}, nor weights such as 3,1.", param, ctx)
+            self.fail(f"{text!r} is neither best, no, {', '.join(EXPERT_RULES)}, nor weights such as 3,1.", param, ctx)
 
 
 TOKENS = _Tokens()

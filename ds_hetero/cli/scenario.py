@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.cli.options import EXPERTS, FILE, TOKENS
+from ds_hetero.cli.options import BEST_EXPERTS, EXPERTS, FILE, TOKENS
 from ds_hetero.cli.printing import check_out
 from ds_hetero.cluster.catalogue import with_kernel
 from ds_hetero.cluster.files import load_cluster
@@ -32,6 +32,7 @@ from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.models.trained_weights import read_training
+from ds_hetero.planner.expert_choice import divided_stages
 from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.reporting.scenario import PlanScenario
@@ -82,7 +83,7 @@ _MEMORY = (
     click.option(
         "--experts",
         type=EXPERTS,
-        help="Experts live on ranks, and tokens travel: by_speed, by_memory, equal, 3,1; or no.",
+        help="Experts live on ranks, and tokens travel: by_speed, by_memory, equal, 3,1; best: if faster; or no.",
     ),
     click.option("--tiled-mlp/--whole-mlp", default=False, help="Compute MLPs in tiles of tokens."),
     click.option("--offload-activations", is_flag=True, help="Checkpoints in the host's memory."),
@@ -120,6 +121,7 @@ _COST_MODEL = click.option(
 class Scenario(PlanScenario):
     """Training of a model, as the options of a command describe it, on one cluster, or on one cluster per replica."""
 
+    chooses_experts: bool = False  # --experts best: the search may divide experts among ranks
     assumed_machines: tuple[str, ...] = ()  # what was assumed about the machines of --gpus, in a few words each
 
     @property
@@ -216,12 +218,34 @@ def _take_scenario(arguments: JsonDict) -> Scenario:
         arguments["activation_checkpointing"] = False
     clusters, assumed_machines = _read_clusters(**pop_all(*_CLUSTER_PARAMETERS))
     workload_fields = pop_all(*(field.name for field in fields(Workload)))
+    chooses_experts = workload_fields.get("experts") == BEST_EXPERTS
+    if chooses_experts:
+        workload_fields["experts"] = None
+    workload = _with_stage_of_experts(Workload(**workload_fields, **training_fields))
     return Scenario(
         clusters=tuple(with_kernel(cluster, attention) for cluster in clusters),
-        workload=Workload(**workload_fields, **training_fields),
+        workload=workload,
         model=load_model(arguments.pop("model")),
         cost_model=arguments.pop("cost_model", "calibrated"),
+        chooses_experts=chooses_experts,
         assumed_machines=assumed_machines,
+    )
+
+
+def _with_stage_of_experts(work: Workload) -> Workload:
+    """Return the workload in a ZeRO stage in which jobs divide experts, unless the user named one.
+
+    Raises:
+        PlanError: experts are to be divided in a stage that the user named, and jobs refuse that.
+    """
+    if work.experts is None or work.zero_stage in divided_stages(work):
+        return work
+    stages = divided_stages(work)
+    if click.get_current_context().get_parameter_source("zero_stage") is not click.core.ParameterSource.COMMANDLINE:
+        return replace(work, zero_stage=stages[0])
+    raise PlanError(
+        f"--experts divides experts among the ranks, which jobs do under ZeRO {' and '.join(map(str, stages))}, not "
+        f"--zero-stage {work.zero_stage}. Leave one of them out."
     )
 
 

@@ -259,7 +259,7 @@ class CalibratedCostModel(CostModel):
         """Return the time that every rank computes in one block, ``[D]``."""
         attention_D = explain.busy_s(self._block, self._block.work(grouping, tokens_D[None], heads_D[None]))
         if self._experts is not None:
-            repeats = [block_pass.repeats for block_pass in self._block.passes]
+            repeats = np.array([block_pass.repeats for block_pass in self._block.passes])
             return np.asarray(attention_D + repeats @ self._experts.compute_PD)
         if self._recurrent is None:
             return attention_D

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.common.text import time_text
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide_pipelines import PipelineFacts, SearchedPipelines, search_pipelines
 from ds_hetero.decision.expert_weights import check_expert_weights, expert_weights_of
@@ -27,9 +28,10 @@ from ds_hetero.decision.resolve import (
     sp_size_of,
 )
 from ds_hetero.decision.searcher import Searcher
-from ds_hetero.errors import ModelError, PlanError, ScheduleError
+from ds_hetero.errors import ConfigError, ModelError, PlanError, ScheduleError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule
+from ds_hetero.planner.expert_choice import divisions
 from ds_hetero.planner.memory.zero_weights import weights_by_memory
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.section import SECTION, HeterogeneitySection
@@ -48,6 +50,7 @@ class JobStart:
     plan: Plan  # of all ranks
     zero_weights: tuple[float, ...] | None = None  # ZeRO shares of all ranks, by ``"zero_partition": "memory"``
     expert_weights: tuple[float, ...] | None = None  # shares of the experts by rank; None if every rank has all
+    experts_choice: str = ""  # on rank 0, what ``"experts": "best"`` has to say beside the division
     forecasts: tuple[Forecast, ...] = ()  # on rank 0, one per replica; empty if devices or model are unknown
     is_predicted: bool = False  # on every rank, whether rank 0 has forecasts
     no_forecast_reason: str | None = None  # on rank 0, why there is no forecast although the devices are known
@@ -108,10 +111,58 @@ def decide(
         return JobStart(facts=facts, plan=plan)
     check_expert_weights(facts.section, world_size)
     cluster = measured or _described_cluster(facts.section)
-    start = _decide_tokens(_Job(facts, world_size, cluster, on_host), plan)
+    job = _Job(facts, world_size, cluster, on_host)
+    if facts.section.experts == "best":
+        return _decide_best_experts(job, plan)
+    start = _decide_tokens(job, plan)
     if facts.section.experts is None:
         return start
     return replace(start, expert_weights=expert_weights_of(facts, start.plan, cluster))
+
+
+def _decide_best_experts(job: _Job, plan: Plan | None) -> JobStart:
+    """Decide with experts where the tokens are, and with every division of them; return the fastest that fits.
+
+    Raises:
+        HeteroError: no job fits.
+    """
+    facts = job.facts
+
+    def with_experts(experts: object) -> _Job:
+        section = facts.section.model_copy(update={"experts": experts})
+        return replace(job, facts=replace(facts, section=section))
+
+    reason = facts.no_experts_reason
+    if not reason and (facts.model.spec is None or job.cluster is None or job.cluster.num_ranks != job.world_size):
+        reason = facts.model.no_spec_reason or "the devices of all ranks are not known."
+    starts: list[JobStart] = []
+    if not reason:
+        assert facts.model.spec is not None and job.cluster is not None
+        for division in divisions(facts.model.spec, job.workload(1), job.cluster):
+            experts = division.experts
+            divided = with_experts(list(experts) if isinstance(experts, tuple) else experts)
+            with contextlib.suppress(PlanError, ConfigError):  # it does not fit, or there are several replicas
+                start = _decide_tokens(divided, plan)
+                weights = expert_weights_of(divided.facts, start.plan, job.cluster)
+                starts.append(replace(start, facts=facts, expert_weights=weights))
+        reason = "" if any(map(_fits, starts)) else "no division of them fits."
+    fitting = [start for start in starts if _fits(start)]
+    fastest = min(fitting, key=_slowest_s, default=None)
+    try:
+        whole = replace(_decide_tokens(with_experts(None), plan), facts=facts)
+    except PlanError:
+        if fastest is None:
+            raise
+        return replace(fastest, experts_choice="without dividing experts, nothing fits")
+    if fastest is None:
+        return replace(whole, experts_choice=f"experts are not divided: {reason}")
+    if _fits(whole) and _slowest_s(whole) <= _slowest_s(fastest):
+        return replace(
+            whole,
+            experts_choice=f"experts are not divided: a step is predicted to take {time_text(_slowest_s(whole))}, and "
+            f"{time_text(_slowest_s(fastest))} if they were",
+        )
+    return fastest
 
 
 def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:

@@ -89,6 +89,7 @@ class JobFacts:
     model: ModelFacts
     training: TrainingFacts
     sp_sizes: Mapping[str, int | None] = field(default_factory=dict)  # sequence-parallel size by source
+    no_experts_reason: str = ""  # why experts cannot be divided, of a section with ``"experts": "best"``
     # By rank, the name of the catalogue's rates for the attention kernel that will run, empty if it has none; () if no
     # rank has any. It is not compared: ranks may run different kernels.
     attention_rates: tuple[str, ...] = ()
@@ -117,7 +118,9 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
     master_bytes = 0 if stage == 0 and element_bytes == FP32_BYTES else FP32_BYTES
     optimizer_bytes = master_bytes + 2 * FP32_BYTES
     micro_batch, micro_batches = _batch(training, num_replicas)
-    experts = section.experts if num_replicas == 1 and model.spec is not None and predicts_experts(model.spec) else None
+    experts = section.experts
+    if experts == "best" or num_replicas > 1 or model.spec is None or not predicts_experts(model.spec):
+        experts = None
     is_tiled = section.tile_tokens is not None  # without tiles, models return the logits of all tokens of a shard
     return Workload(
         seq_len=_seq_len(facts),

@@ -134,7 +134,7 @@ def expect_planners(section: HeterogeneitySection) -> None:
 def needs_measuring(section: HeterogeneitySection) -> bool:
     """Return True if live ranks must be measured: the plan depends on their speeds, or the user wrote "measure"."""
     needed = needs_planner(section) or section.schedule in FROM_DEVICES or section.zero_partition == "memory"
-    needed = needed or section.experts in ("by_memory", "by_speed")
+    needed = needed or section.experts in ("by_memory", "by_speed", "best")
     return section.cluster == "measure" and (needed or "cluster" in section.model_fields_set)
 
 

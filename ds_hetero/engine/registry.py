@@ -29,6 +29,7 @@ from ds_hetero.engine.trained.staged_model import StagedModel
 from ds_hetero.engine.trained.unlike_batches import UnlikeBatches
 from ds_hetero.engine.trained.unlike_losses import UnlikeLosses
 from ds_hetero.engine.trained.whole_model_checks import expect_section_of_whole_model, raise_whole_documents
+from ds_hetero.errors import HeteroError
 from ds_hetero.job.document_advice import DocumentAdvice
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.documents import agree_on_placer
@@ -374,18 +375,25 @@ def _read_facts(
         adapter.check_quantized(model, training.zero_stage)
     read_facts = adapter.read_facts_of_whole_model if runs_whole else adapter.read_model_facts
     facts = read_facts(model)
+    no_experts_reason = ""
     if request.section.experts is not None:
-        check_experts(
-            request.section,
-            training,
-            is_split=not runs_whole,
-            is_elastic=is_elastic() or request.section.elastic is not None,
-            element_bytes=facts.element_bytes,
-        )
-        adapter.check_placeable(model)
+        try:
+            check_experts(
+                request.section,
+                training,
+                is_split=not runs_whole,
+                is_elastic=is_elastic() or request.section.elastic is not None,
+                element_bytes=facts.element_bytes,
+            )
+            adapter.check_placeable(model)
+        except HeteroError as error:
+            if request.section.experts != "best":
+                raise
+            no_experts_reason = str(error)
     return JobFacts(
         section=request.section,
         model=as_whole(facts) if has_rank_batches else facts,
         training=training,
         sp_sizes=dict(sp_sizes),
+        no_experts_reason=no_experts_reason,
     )

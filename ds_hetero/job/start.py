@@ -411,6 +411,8 @@ def announce_start(start: JobStart) -> None:
             logger.debug("%s\n%s", pipelines_text(start.plan), searched_text(start.searched))
         return
     announce(f"on, {plan_text(start.plan, start.section)}")
+    if start.experts_choice:
+        announce(start.experts_choice)
     if start.expert_weights is not None:
         announce(experts_text(start.expert_weights, start.facts, start.plan, start.forecasts))
     for line in (*kept_attention_lines(start), *other_kernel_lines(start)):

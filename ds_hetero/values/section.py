@@ -167,7 +167,7 @@ class HeterogeneitySection(BaseModel):
     ) = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     zero_within: Literal["node"] | list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] | None = None
-    experts: Literal["equal", "by_memory", "by_speed"] | list[float] | None = None
+    experts: Literal["equal", "by_memory", "by_speed", "best"] | list[float] | None = None
     replan: ReplanSection = ReplanSection()
     checks: Annotated[ChecksSection, BeforeValidator(_as_checks)] = ChecksSection()
     verify: Literal["first_batch", "always", "off"] | None = None  # old name of "checks", still read
@@ -307,7 +307,7 @@ _ACCEPTED = {
     "zero_within": '"node", or the ranks of every node, such as [2, 1]',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "experts": '"equal", "by_memory", "by_speed", or a list of weights, one per rank, by which the experts of a layer '
-    "are divided among the ranks",
+    'are divided among the ranks; or "best" (divided or not, whichever is predicted to be faster)',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
     '{"report_only": true}',
     "checks": '"on", "off", or an object with "enabled" and "compare_every"',

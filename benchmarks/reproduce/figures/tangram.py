@@ -149,9 +149,9 @@ def mixture(quick: bool) -> Figure:
         columns=("case", "Tangram", "grid", "ours"),
         rows=rows,
         decides=(
-            "Expert parallelism decides, and ds_hetero does not plan it, though one replica can run it: tensor "
-            "parallelism splits experts like other weights. So this table shows Tangram without the cause of its gain "
-            "in the paper."
+            "Expert parallelism decides, and ds_hetero plans and runs it for one replica alone, not in pipelines: "
+            "tensor parallelism splits experts like other weights. So this table shows Tangram without the cause of "
+            "its gain in the paper."
         ),
     )
 

@@ -15,6 +15,8 @@ from ds_hetero.cli.printing import (
 )
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.planner.expert_choice import other_experts, other_experts_text
+from ds_hetero.planner.fewer_ranks import MIN_ADVICE_GAIN
 from ds_hetero.planner.jobs.batch import PlannedBatch
 from ds_hetero.planner.jobs.job import FoundJobs, Job
 from ds_hetero.planner.jobs.kinds import KINDS, ONE
@@ -43,6 +45,7 @@ def job_lines(scenario: Scenario, job_scenario: Scenario, found: FoundJobs, pric
         *wrapped("settings:", ", ".join(job.settings)),
         *wrapped("speed:", speed_text(job)),
         *wrapped("limit:", job.limit),
+        *_expert_lines(job_scenario, job),
     ]
     for line in price_lines:
         label, _, text = line.partition(":")
@@ -62,6 +65,20 @@ def job_lines(scenario: Scenario, job_scenario: Scenario, found: FoundJobs, pric
     if len(rows) > room + 1:
         table.append(f"            and {len(rows) - room} rows more: --explain")
     return [*head, *table, *tail]
+
+
+def _expert_lines(job_scenario: Scenario, job: Job) -> list[str]:
+    """Return lines on experts that are gathered instead of divided, or divided instead of gathered if that is faster.
+
+    Empty for models without experts, and for jobs that do not share sequences.
+    """
+    if not isinstance(job.planned, PlannedSchedule) or job.cluster.num_ranks == 1:
+        return []
+    other = other_experts(job_scenario.cost, job.planned.schedule)
+    is_divided = job.workload.experts is not None
+    if other is None or (not is_divided and other.iteration_s > (1 - MIN_ADVICE_GAIN) * job.step_s):
+        return []
+    return wrapped("experts:", other_experts_text(other) + ("" if is_divided else ": --experts best"))
 
 
 def _training_text(scenario: Scenario, job: Job) -> str:

@@ -97,7 +97,8 @@ def plan(
     else:
         kinds = tuple(KINDS) if parallel == BEST else (parallel,)
         batch = _batch_of_step(scenario, global_batch, fixed)
-        answer = best_job_answer(scenario, batch, Freedom(kinds=kinds, fixed=fixed), trained, explain=explain)
+        freedom = Freedom(kinds=kinds, fixed=fixed, divides_experts=scenario.chooses_experts)
+        answer = best_job_answer(scenario, batch, freedom, trained, explain=explain)
     if out is not None and is_folder:
         write_folder(out, _files_of(answer))
     elif out is not None:

@@ -12,6 +12,7 @@ from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.errors import MemoryPlanError
 from ds_hetero.planner import plan as plan_schedule
+from ds_hetero.planner.expert_choice import OtherExperts, other_experts, other_experts_text
 from ds_hetero.planner.fewer_ranks import FewerRanks, faster_with_fewer_ranks
 from ds_hetero.planner.results.schedule import PlannedSchedule
 from ds_hetero.planner.zero_stage import OtherStage, faster_zero_stage
@@ -40,12 +41,19 @@ def schedule_answer(
         ) from None
     fewer: FewerRanks | None = None
     stage: OtherStage | None = None
+    experts: OtherExperts | None = None
     if planner is None:  # the schedule of a published planner is shown without advice
         fewer = faster_with_fewer_ranks(scenario.cost, planned, layout)
         stage = faster_zero_stage(scenario.cost, planned.schedule, planned.prediction.iteration_s)
-    advice = {"leave_out": fewer and fewer.to_dict(), "zero_stage": stage and stage.to_dict()}
+        experts = other_experts(scenario.cost, planned.schedule)
+    advice = {
+        "leave_out": fewer and fewer.to_dict(),
+        "zero_stage": stage and stage.to_dict(),
+        "experts": experts and experts.to_dict(),
+    }
     price = price_of_plan(scenario, planned)
     lines = [*price.lines(trained), assumed_line(scenario)]
+    lines += [] if experts is None else [f"experts:    {other_experts_text(experts)}"]
     show = partial(show_schedule, scenario, planned, lines, fewer, stage)
     return answer_of(scenario, planned, planned.schedule.to_dict(), show, price=price.to_dict(trained), advice=advice)
 

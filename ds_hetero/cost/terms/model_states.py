@@ -17,7 +17,7 @@ from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
-_FP32_BYTES = 4
+FP32_BYTES = 4
 # Temporaries per parameter of torch's optimizers on GPUs, which step all tensors at once (``foreach``): one list of
 # fp32 tensors, as torch's documentation of ``foreach`` says. On CPUs they step one tensor after the other.
 _FOREACH_BYTES = 4
@@ -68,16 +68,18 @@ class DividedExperts:
         """Count the bytes for a model and a workload on a cluster."""
         share_D = share_of_experts_D(model, workload, cluster)
         parameters_D = model.num_layers * divided_of_layer(model, workload) * share_D
-        trained_D = parameters_D * (workload.adapter_rank == 0)
+        # Beside adapters experts are frozen. Without ``adapter_rank`` bytes of gradients are averages over all weights.
+        trained_share = 0.0 if workload.adapter_rank else min(workload.gradient_bytes / workload.element_bytes, 1.0)
+        trained_D = parameters_D * (trained_share > 0)
         optimizer_bytes = workload.optimizer_bytes
-        if workload.element_bytes >= _FP32_BYTES and workload.zero_stage:
-            optimizer_bytes = max(optimizer_bytes - _FP32_BYTES, 0.0)
+        if workload.element_bytes >= FP32_BYTES and workload.zero_stage:
+            optimizer_bytes = max(optimizer_bytes - trained_share * FP32_BYTES, 0.0)
         return cls(
             parameters_D=parameters_D,
             weights_D=parameters_D * workload.element_bytes,
-            gradients_D=trained_D * _FP32_BYTES,
+            gradients_D=trained_D * trained_share * FP32_BYTES,
             optimizer_D=trained_D * optimizer_bytes,
-            step_D=trained_D * (0 if workload.buffers.optimizer_bytes else _FOREACH_BYTES),
+            step_D=trained_D * trained_share * (0 if workload.buffers.optimizer_bytes else _FOREACH_BYTES),
         )
 
 
@@ -86,11 +88,22 @@ def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
     return sum(size for _, stage, size in _bytes_from_stage(model, workload) if stage <= workload.zero_stage)
 
 
-def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
-    """Bytes of a rank's ZeRO partitions in one phase, ``[D]``: the part of its memory that grows with its weight."""
+def partitioned_parts(parts: MemoryParts, workload: Workload, experts: DividedExperts) -> Floats:
+    """Bytes of a rank's ZeRO partitions in one phase, ``[D]``: the part of its memory that grows with its weight.
+
+    Args:
+        experts: states in ``parts`` that ZeRO does not partition. Of a phase in which they are only in part there, they
+            are taken off whole, so that a rank's partition is rather too small than too large.
+    """
+    of_experts = {
+        "optimizer_state": experts.optimizer_D,
+        "gradients": experts.gradients_D,
+        "weights": experts.weights_D,
+        "step": experts.step_D,
+    }
     partitioned_from = {"optimizer_state": 1, "gradients": 2, "weights": 3, "step": 1}
     names = [name for name, stage in partitioned_from.items() if stage <= workload.zero_stage]
-    return np.asarray(sum(getattr(parts, name) for name in names))
+    return np.asarray(sum(np.maximum(getattr(parts, name) - of_experts[name], 0.0) for name in names))
 
 
 def owned_share_D(workload: Workload, cluster: Cluster) -> Floats:

@@ -123,6 +123,8 @@ def best_batch(task: JobTask, rank_sets: Sequence[tuple[int, ...]]) -> Job | Ref
         return Refused(kind=BATCH, reason="one sequence a step cannot be shared as a batch (--micro-batches 8)")
     if task.workload.zero_within:
         return Refused(kind=BATCH, reason="ZeRO inside nodes is for one replica")
+    if task.workload.experts is not None:
+        return Refused(kind=BATCH, reason="experts are divided among the ranks of one replica")
     search = _BatchSearch(task)
     job = search.best(rank_sets)
     return job or Refused(kind=BATCH, reason=search.why_not)

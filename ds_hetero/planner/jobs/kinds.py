@@ -23,6 +23,7 @@ class Freedom:
     """Choices that a search over jobs may make. It never chooses the batch, the trained weights or the optimizer."""
 
     kinds: tuple[str, ...] = tuple(KINDS)  # kinds of jobs that are compared
+    divides_experts: bool = False  # experts may be divided among ranks, where that is faster
     fixed: frozenset[str] = frozenset()  # fields of `Workload` that the user set; the search keeps their values
 
     def may_choose(self, *fields: str) -> bool:

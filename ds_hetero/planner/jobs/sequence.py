@@ -24,6 +24,7 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.model_states import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import MemoryPlanError, PlanError
+from ds_hetero.planner.expert_choice import divided_stages, divisions
 from ds_hetero.planner.jobs.job import Job, JobTask, Refused, does_not_fit_text
 from ds_hetero.planner.jobs.kinds import ONE
 from ds_hetero.planner.jobs.quick import LONG_PROBE_S, quick_step_s, short_search, step_lower_bound_s
@@ -134,8 +135,10 @@ def best_replica(task: JobTask, kind: str, rank_sets: Sequence[tuple[int, ...]])
             if job is not None:
                 jobs.append(job)
         if jobs:
-            return _with_kept_attention(task, min(jobs, key=lambda job: job.step_s), with_offloads)
-    return Refused(kind=kind, reason=shortage_text(task, rank_sets))
+            kept = _with_kept_attention(task, min(jobs, key=lambda job: job.step_s), with_offloads)
+            return _with_divided_experts(task, kind, rank_sets, kept) or kept
+    divided = _with_divided_experts(task, kind, rank_sets, None)
+    return divided or Refused(kind=kind, reason=shortage_text(task, rank_sets))
 
 
 def _searched_together(
@@ -169,6 +172,7 @@ class _Pass(NamedTuple):
     rank_sets: Sequence[tuple[int, ...]]
     with_offloads: tuple[bool, ...]
     keeps_attention: bool = False  # whether it tries only settings with kept attention that the search has added
+    divides_experts: bool = False  # whether it tries only settings whose experts the search has divided
 
 
 def _look_at_all(task: JobTask, passed: _Pass, looks: _Looks) -> None:
@@ -194,7 +198,8 @@ def _candidates(task: JobTask, passed: _Pass) -> Iterator[_Candidate]:
     """Yield every set of ranks under every setting whose model states alone fit into memory."""
     for ranks in passed.rank_sets:
         cluster = cluster_of(task.cluster, ranks)
-        for order, work in enumerate(_settings(task, cluster, passed)):
+        settings = _divided_settings if passed.divides_experts else _settings
+        for order, work in enumerate(settings(task, cluster, passed)):
             cost = make_cost_model("calibrated", cluster, task.model, work)
             if (static_bytes(task.model, work, cluster) < cost.capacity_bytes_D).all():
                 yield _Candidate(step_lower_bound_s(cost), order, ranks, cost)
@@ -204,7 +209,7 @@ def _settings(task: JobTask, cluster: Cluster, passed: _Pass) -> Iterator[Worklo
     """Yield workloads by ZeRO, recomputation, offloads and micro-batches, simpler ones first."""
     freedom = task.freedom
     # One rank runs the model's own attention, which keeps nothing.
-    base = task.workload if cluster.num_ranks > 1 else replace(task.workload, keep_attention=False)
+    base = task.workload if cluster.num_ranks > 1 else replace(task.workload, keep_attention=False, experts=None)
     for size in micro_batch_sizes(base, task.batch, freedom):
         of_size = with_batch(base, size, task.batch)
         for zero in zero_settings(of_size, cluster, freedom):
@@ -214,6 +219,12 @@ def _settings(task: JobTask, cluster: Cluster, passed: _Pass) -> Iterator[Worklo
                     yield work
                 if True in passed.with_offloads:
                     yield from offloadings(work, cluster, freedom)
+
+
+def _divided_settings(task: JobTask, cluster: Cluster, passed: _Pass) -> Iterator[Workload]:
+    """Yield the workloads of `_settings` under every division of experts that is tried."""
+    for work in _settings(task, cluster, passed):
+        yield from divisions(task.model, work, cluster)
 
 
 def cluster_of(cluster: Cluster, ranks: Sequence[int]) -> Cluster:
@@ -248,6 +259,7 @@ def _needs_more(candidate: _Candidate, other: _Candidate) -> bool:
     work, other_work = candidate.cost.workload, other.cost.workload
     return (
         candidate.ranks == other.ranks
+        and work.experts == other_work.experts
         and work.micro_batch >= other_work.micro_batch
         and work.zero_stage <= other_work.zero_stage
         and work.zero_within >= other_work.zero_within
@@ -392,12 +404,33 @@ def _with_kept_attention(task: JobTask, job: Job, with_offloads: tuple[bool, ...
     return kept if kept is not None and kept.step_s < job.step_s else job
 
 
+def _with_divided_experts(
+    task: JobTask, kind: str, rank_sets: Sequence[tuple[int, ...]], job: Job | None
+) -> Job | None:
+    """Return the best job of all ranks whose experts are divided, if it is faster than ``job``; else ``job`` itself.
+
+    It is tried after everything else, so that models without experts, and users who did not ask, get the same answer
+    in the same time.
+
+    Args:
+        job: the best job with experts where the tokens are; None if no such job fits.
+    """
+    if kind == ONE or not task.freedom.divides_experts:
+        return job
+    looks = _Looks(limit_s=inf if job is None else job.step_s)
+    _look_at_all(task, _Pass(rank_sets[:1], (False,), divides_experts=True), looks)
+    divided = _planned_best(task, kind, None, looks) if looks.best_of else None
+    if job is None or divided is None:
+        return divided or job
+    return divided if divided.step_s < job.step_s * (1 - MIN_KEPT_GAIN) else job
+
+
 def strongest_settings(task: JobTask, cluster: Cluster) -> Workload:
     """Return the settings that need the least memory among those that may be chosen."""
     size = min(micro_batch_sizes(task.workload, task.batch, task.freedom), default=1)
     work = with_batch(task.workload, size, task.batch)
     if task.freedom.may_choose("zero_stage", "zero_within"):
-        work = replace(work, zero_stage=3)
+        work = replace(work, zero_stage=3 if work.experts is None else max(divided_stages(work)))
     work = recomputations(work, task.freedom)[-1]
     work = tilings(work, task.freedom)[-1]
     return (offloadings(work, cluster, task.freedom) or [work])[-1]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.workload import Workload
+from ds_hetero.planner.expert_choice import divided_stages
 from ds_hetero.planner.jobs.kinds import Freedom
 
 # Sequences of a micro-batch that are tried. More fill small GPUs no better: the achieved share of the peak is reached
@@ -37,6 +38,8 @@ def zero_settings(work: Workload, cluster: Cluster, freedom: Freedom) -> Iterato
     stages: tuple[int, ...] = (0, 1) if of_one_rank else (0, 1, 2, 3)
     if not freedom.may_choose("zero_stage"):
         stages = (work.zero_stage,)
+    if work.experts is not None:
+        stages = tuple(stage for stage in stages if stage in divided_stages(work))
     for stage in stages:
         # DeepSpeed offloads the optimizer of stages 1 to 3 alone.
         if stage or not (work.offload_optimizer or work.offload_parameters):
@@ -91,6 +94,7 @@ def offloadings(work: Workload, cluster: Cluster, freedom: Freedom) -> list[Work
         and work.zero_stage > 0
         and not work.zero_within
         and not work.offload_optimizer
+        and work.experts is None  # an expert's state stays with it
     )
     can_offload_checkpoints = (
         freedom.may_choose("offload_activations") and work.activation_checkpointing and not work.offload_activations

@@ -12,7 +12,7 @@ import numpy as np
 from ds_hetero.common.arrays import Floats
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.terms.model_states import owned_share_D, partitioned_bytes, partitioned_parts
+from ds_hetero.cost.terms.model_states import DividedExperts, owned_share_D, partitioned_bytes, partitioned_parts
 from ds_hetero.errors import PlanError
 from ds_hetero.values.schedule import Schedule
 
@@ -51,9 +51,10 @@ def _room_bytes(cost: CostModel, schedule: Schedule, partitioned: float) -> Floa
         partitioned: bytes of all partitions together.
     """
     states_D = partitioned * owned_share_D(cost.workload, cost.cluster)  # model states of every rank
+    experts = DividedExperts.of(cost.model, cost.workload, cost.cluster)
     rooms_by_phase = []
     for parts in cost.memory_phases(*cost.arrays(schedule.shifted(0))).values():
-        partition_D = partitioned_parts(parts, cost.workload)
+        partition_D = partitioned_parts(parts, cost.workload, experts)
         free_D = cost.capacity_bytes_D - (parts.total - partition_D)
         takes_more_D = (partition_D > states_D) & (free_D > 0)
         states_per_byte_D = np.where(takes_more_D, states_D / np.maximum(partition_D, 1.0), 1.0)

@@ -511,3 +511,32 @@ except SystemExit as left:
 """
     run = run_without(["torch"], program)
     assert "torch" in run.stdout and "not healthy" in run.stdout and "ds-hetero[train]" in run.stdout
+
+
+_MIXTURE = ("--gpus", "H100 | H100 | A100 | A100", "--network", "25GbE", "--model", "mixtral-8x7b", "--seq-len", "8K")
+
+
+def test_plan_divides_experts_where_asked_and_says_what_the_other_way_takes(tmp_path, capsys):
+    """Weights of 88 GB over 25 Gbit Ethernet take longer than tokens; the folder has the key."""
+    command = ["plan", *_MIXTURE, "--train", "lora", "--parallel", "sequence"]
+    _ended(*command, "--experts", "best", "--json", "--out", tmp_path / "job")
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["job"]["settings"]["experts"] == "by_speed"
+    config = json.loads((tmp_path / "job" / "ds_config.json").read_text())
+    assert config["heterogeneity"]["experts"] == "by_speed" and config["zero_optimization"]["stage"] in (1, 2)
+    assert answer["scenario"]["workload"]["experts"] == "by_speed"
+    _ended(*command, "--experts", "no", "--json")
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["job"]["settings"]["experts"] is None
+    assert whole["job"]["step_s"] > 2 * answer["job"]["step_s"]
+    _ended(*command, "--zero-stage", "1", "--experts", "3,3,1,1", "--json")
+    other = json.loads(capsys.readouterr().out)["advice"]["experts"]
+    assert other["experts"] is None and other["zero_stage"] == 3 and other["iteration_s"] > 0
+
+
+def test_experts_that_cannot_be_divided_are_refused(capsys):
+    command = ["plan", *_MIXTURE, "--train", "lora"]
+    assert _ended(*command, "--experts", "even") == 2
+    assert "is neither best, no, equal, by_memory, by_speed, nor weights" in " ".join(capsys.readouterr().err.split())
+    assert _ended(*command, "--experts", "equal", "--zero-stage", 3) == 2
+    assert "which jobs do under ZeRO 1 and 2, not --zero-stage 3" in " ".join(capsys.readouterr().err.split())

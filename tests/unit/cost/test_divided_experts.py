@@ -18,6 +18,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.expert_choice import by_speed_within_memory, divisions, gathered_instead
+from ds_hetero.planner.memory.zero_weights import weights_by_memory
 from ds_hetero.values.baselines import even
 from ds_hetero.values.schedule import Group, Schedule
 
@@ -154,6 +155,15 @@ def test_plans_do_not_depend_on_the_order_of_nodes() -> None:
     second = plan(turned, MODEL, replace(work, experts=(0.0, 2.0, 3.0, 1.0)))
     assert first.step_s == pytest.approx(second.step_s)
     assert sorted(first.prediction.memory_bytes) == sorted(second.prediction.memory_bytes)
+
+
+def test_zero_shares_by_memory_leave_room_for_experts() -> None:
+    """A rank with three quarters of the experts gets a smaller share of the rest than with half of them."""
+    model = cost(Workload(seq_len=4096, zero_stage=1, experts=(3.0, 1.0), adapter_rank=64))
+    first, second = weights_by_memory([(model, ring((1, 1)))])
+    assert first < second
+    equal_first, equal_second = weights_by_memory([(cost(replace(model.workload, experts="equal")), ring((1, 1)))])
+    assert first < equal_first and equal_second < second
 
 
 def test_divisions_respect_memory() -> None:
