@@ -629,11 +629,12 @@ _FEATURE_ROWS = (
         tests=(
             _EXPERTS + "test_training_equals_one_process",
             _EXPERTS + "test_checkpoints_load_under_other_shares_and_are_those_of_one_process",
+            _EXPERTS + "test_bf16_trains_experts_as_one_process_in_bf16",
         ),
-        note="one replica; models of transformers' registry of experts",
+        note="one replica; fp32, or bf16 with ZeRO 1 and 2; models of transformers' registry of experts",
     ),
     Row(
-        what="`experts` with the Trainer, ZeRO-3, replicas, 16 bits, offload, `elastic` or `replan`",
+        what="`experts` with the Trainer, ZeRO-3, replicas, fp16, bf16 without ZeRO, offload, `elastic` or `replan`",
         status="refused",
         tests=(_EXPERTS + "test_what_is_not_built_is_refused_by_name_on_every_rank",),
     ),

@@ -110,11 +110,16 @@ def check_experts(
         is_split: whether sequences are split over ranks.
         element_bytes: of the model's parameters.
     """
+    is_bf16 = training.mixed_precision == "bfloat16"
     is_half = training.mixed_precision is not None or training.autocast is not None or element_bytes < FP32_BYTES
     problems = {
         "sequences are not split over the ranks. Set the sequence-parallel size to the number of ranks": not is_split,
         "ZeRO stage 3 partitions experts already. Set stage 0, 1 or 2": training.zero_stage == 3,
-        "training in 16 bits was not compared with one process yet. Train in fp32": is_half,
+        'training in 16 bits is compared with one process for "bf16" of ds_config.json alone. Use it, or train in '
+        "fp32": is_half and not (is_bf16 and training.autocast is None),
+        # DeepSpeed's optimizer of stage 0 computes the norm itself, of its own parameters alone.
+        '"bf16" without ZeRO clips by a norm that lacks the experts. Set stage 1 or 2': is_bf16
+        and training.zero_stage == 0,
         'its optimizer state is not offloaded. Leave "offload_optimizer" out': training.offloads_optimizer,
         'elastic jobs do not move experts between ranks yet. Leave "elastic" out': is_elastic,
         're-planning is not tried with it. Leave "replan" out': section.replan.enabled,

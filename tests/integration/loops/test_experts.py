@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_hetero.errors import ConfigError, HeteroError, ModelError
 from tests.integration.tiny import (
+    CLIP,
     ONE_GROUP_2,
     UNEVEN_2,
     UNEVEN_4,
@@ -30,6 +31,9 @@ from tests.integration.trainer.test_trainer import make_trainer, ranks
 from tests.support import run_deepspeed
 
 STEPS = 4
+# A large eps keeps rounding near zero from becoming a step of full size.
+BF16_OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+RTOL_BF16 = 5e-2  # of a parameter's change, as in zero/test_half_without_zero.py: gradients of bf16 have 8 bits
 _ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 # Family: configuration class, model class, changes.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -226,6 +230,84 @@ def _save_and_load(rank: int, folder: str) -> None:
         engine.destroy()
 
 
+BF16_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "stage 1": (1, 1, {}),
+    "stage 2, accumulation": (2, 2, {}),
+    "stage 1, summed in fp32": (1, 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def bf16_experts() -> dict[str, dict[str, Any]]:
+    by_case: dict[str, dict[str, Any]] = run_deepspeed(_bf16, 2)[0]
+    return by_case
+
+
+@pytest.mark.parametrize("case", BF16_CASES)
+def test_bf16_trains_experts_as_one_process_in_bf16(case: str, bf16_experts: dict[str, dict[str, Any]]) -> None:
+    """Experts move as those of one process in bf16 do; what differs is rounding on shards (see RTOL_BF16)."""
+    trained = bf16_experts[case]
+    start = {name: p.detach().to(torch.bfloat16).float() for name, p in mixture().named_parameters()}
+    expected = _on_one_process_in_bf16(BF16_CASES[case][1])
+    assert trained
+    for name, weights in trained.items():
+        value = expected[name]
+        moved = float((value - start[name]).norm()) + 1e-4 * float(value.norm())
+        error = float((torch.from_numpy(weights) - value).norm())
+        assert error / moved < RTOL_BF16, f"{name} is off by {error / moved:.1e} of its change"
+
+
+def _on_one_process_in_bf16(steps_of: int) -> dict[str, torch.Tensor]:
+    """Return the weights after steps of one process in bf16, whose optimizer holds masters in fp32."""
+    model = mixture().to(torch.bfloat16).train()
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), **BF16_OPTIONS)
+    whole = batches(2 * steps_of)
+    for number, batch in enumerate(whole):
+        (model(**batch, use_cache=False).loss / steps_of).backward()
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad.float()
+            masters[name].grad = gradient if masters[name].grad is None else masters[name].grad + gradient
+            parameter.grad = None
+        if (number + 1) % steps_of == 0:
+            nn.utils.clip_grad_norm_(masters.values(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(masters[name].detach())
+    return {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+
+
+def _bf16(rank: int) -> dict[str, dict[str, Any]]:
+    """Train every case, and return the experts of both ranks."""
+    import deepspeed
+
+    import ds_hetero
+
+    trained: dict[str, dict[str, Any]] = {}
+    for case, (stage, steps_of, more) in BF16_CASES.items():
+        handle = ds_hetero.register()
+        model = mixture().train()
+        optimizer = torch.optim.AdamW(model.parameters(), **BF16_OPTIONS)
+        config = config_of(
+            stage, UNEVEN_2, [3, 1], gradient_accumulation_steps=steps_of, bf16={"enabled": True}, **more
+        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        for batch in handle.dataloader(batches(2 * steps_of), batches="same"):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        weights = {}
+        for name, part in vars(engine.module)["_ds_hetero_experts"].trained.items():
+            assert part.parameter.dtype == torch.bfloat16
+            pieces: list[Any] = [None, None]
+            torch.distributed.all_gather_object(pieces, part.parameter.detach().float())
+            weights[name] = torch.cat(pieces).numpy()
+        trained[case] = weights
+        engine.destroy()
+        handle.undo()
+    return trained
+
+
 def test_frozen_experts_pass_gradients_on() -> None:
     run_deepspeed(_frozen, 2)
 
@@ -258,7 +340,12 @@ def _frozen(rank: int) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[HeteroError], str]] = {
     "ZeRO-3": ({"zero_optimization": {"stage": 3}}, {}, ConfigError, "ZeRO stage 3 partitions experts already"),
     "fp16": ({"fp16": {"enabled": True}}, {}, ConfigError, "training in 16 bits"),
-    "bf16": ({"bf16": {"enabled": True}}, {}, ConfigError, "training in 16 bits"),
+    "bf16 without ZeRO": (
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        {},
+        ConfigError,
+        "a norm that lacks the experts",
+    ),
     "re-planning": ({}, {"replan": {"enabled": True}}, ConfigError, "re-planning is not tried with it"),
     "one weight": ({}, {"experts": [1]}, ConfigError, "has 1 weights, \\[1.0\\], but the job has 2 ranks"),
     "no weight": ({}, {"experts": [0, 0]}, ConfigError, "and not only zeros"),

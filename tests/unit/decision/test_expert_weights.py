@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ds_hetero.cluster import load_cluster
+from ds_hetero.common.text import time_text
 from ds_hetero.cost.terms.expert_traffic import token_bytes, weight_bytes_of_experts
-from ds_hetero.decision.decide import decide, depends_on_measuring
+from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
 from ds_hetero.decision.expert_weights import check_experts, experts_text
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.errors import ConfigError
@@ -78,12 +79,55 @@ def test_live_ranks_are_measured_for_shares_by_speed() -> None:
         decide(facts_of(experts="by_memory"), 2, measured=None, on_host=False)
 
 
+def best_of(tokens: int, network_gb_per_s: float, **training: Any) -> JobStart:
+    """The start of a job of twelve layers of Qwen3-30B-A3B on two nodes of four H100."""
+    link = {"bandwidth_gb_per_s": 300, "latency_us": 5}
+    nodes = [{"name": name, "device": "H100-SXM-80GB", "count": 4, "link": link} for name in ("a", "b")]
+    cluster = {"nodes": nodes, "network": {"bandwidth_gb_per_s": network_gb_per_s, "latency_us": 10}}
+    spec = replace(load_model("qwen3-30b-a3b"), num_layers=12)
+    model = replace(MODEL, num_kv_heads=4, spec=spec, max_seq_len=tokens, checkpointing=True)
+    section = read_section({"schedule": "ring", "experts": "best", "cluster": cluster})
+    assert section is not None
+    facts = TrainingFacts(**{"zero_stage": 1, "mixed_precision": "bfloat16", **training})
+    return decide(JobFacts(section=section, model=model, training=facts), 8, measured=None, on_host=False)
+
+
+def test_the_planner_divides_experts_where_that_fits_and_is_faster() -> None:
+    """Few tokens are sent sooner than ZeRO-1 gathers new weights of all experts; many tokens are not."""
+    whole = best_of(65536, 5)
+    assert whole.expert_weights is None and whole.forecasts[0].cost.workload.experts is None
+    assert "experts are not divided: a step is predicted to take" in whole.experts_choice
+    divided = best_of(8192, 5)
+    assert divided.expert_weights is not None and divided.forecasts[0].prediction.feasible
+    assert divided.forecasts[0].cost.workload.experts is not None
+    assert divided.section.experts == "best"
+
+
+def test_the_planner_says_why_experts_are_not_divided() -> None:
+    refused = facts_of(experts="best", cluster=CLUSTER)
+    start = decide(replace(refused, no_experts_reason="ZeRO-3."), 2, measured=None, on_host=False)
+    assert start.expert_weights is None and start.experts_choice == "experts are not divided: ZeRO-3."
+    unknown = decide(facts_of(experts="best"), 2, measured=None, on_host=False)
+    assert unknown.experts_choice == "experts are not divided: the devices of all ranks are not known."
+    assert depends_on_measuring(facts_of(experts="best"), 2)
+
+
+def test_the_start_says_what_a_step_takes_either_way() -> None:
+    facts = facts_of(experts="by_speed", cluster=CLUSTER)
+    start = decide(facts, 2, measured=None, on_host=False)
+    assert start.expert_weights is not None
+    text = experts_text(start.expert_weights, facts, start.plan, start.forecasts)
+    seconds = time_text(start.forecasts[0].prediction.iteration_s)
+    assert f". A step is predicted to take {seconds}, and " in text and text.endswith(" if weights travelled")
+
+
 @pytest.mark.parametrize(
     ("training", "options", "words"),
     [
         ({"zero_stage": 3}, {}, "ZeRO stage 3 partitions experts already"),
         ({"mixed_precision": "float16"}, {}, "training in 16 bits"),
-        ({"mixed_precision": "bfloat16"}, {}, "training in 16 bits"),
+        ({"mixed_precision": "bfloat16", "zero_stage": 0}, {}, "a norm that lacks the experts"),
+        ({"mixed_precision": "bfloat16", "autocast": "bfloat16"}, {}, "training in 16 bits"),
         ({"autocast": "bfloat16"}, {}, "training in 16 bits"),
         ({}, {"element_bytes": 2}, "training in 16 bits"),
         ({"offloads_optimizer": True}, {}, "not offloaded"),
