@@ -268,8 +268,8 @@ class CalibratedCostModel(CostModel):
     def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints, terms: Terms) -> Bottleneck:
         """Find the largest of the block's ``terms``, and the rank or link that sets it."""
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
-        pass_s_B = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
-        pass_s_B = self._of_all_layers(pass_s_B, grouping, tokens_D[None])
+        attention_B = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
+        pass_s_B = self._of_all_layers(attention_B, grouping, tokens_D[None])
         if self._experts is not None:
             cause = self._bottleneck_of_experts(tokens_D, assigned, terms)
             if cause is not None:
