@@ -28,7 +28,7 @@ from ds_hetero.values.splits import share
 
 # Share of the memory that other states leave free which experts may fill; the rest is for activations, buffers and
 # gathered weights. Chosen, never measured: each division is judged by its whole prediction anyway.
-_FILLED_SHARE = 0.8
+_EXPERTS_FILL = 0.8
 
 
 def divisions(model: ModelSpec, work: Workload, cluster: Cluster) -> Iterator[Workload]:
@@ -63,7 +63,7 @@ def by_speed_within_memory(model: ModelSpec, work: Workload, cluster: Cluster) -
     rest_D = static_bytes(model, of_one, cluster)
     rest_D = rest_D - (all_experts.weights_D + all_experts.gradients_D + all_experts.optimizer_D)
     capacity_D = np.array([float(device.usable_bytes) for device in cluster.devices])
-    most_D = np.floor(np.maximum(_FILLED_SHARE * (capacity_D - rest_D), 0.0) / expert_bytes).astype(int)
+    most_D = np.floor(np.maximum(_EXPERTS_FILL * (capacity_D - rest_D), 0.0) / expert_bytes).astype(int)
     if most_D.sum() < model.num_experts:
         return None
     speed_D = np.array(expert_weights(BY_SPEED, cluster))
