@@ -46,10 +46,11 @@ OTHER = {
     "fused_kernels": True,
     "compiled": True,
     "selective_checkpointing": True,
+    "experts": (3.0, 0.0),
 }
 
 
-@pytest.mark.parametrize("changed", [{}, OTHER, {"zero_within": True}])
+@pytest.mark.parametrize("changed", [{}, OTHER, {"zero_within": True}, {"experts": "by_speed"}])
 def test_a_scenario_comes_back_as_it_was_written(changed):
     assert set(OTHER) | {"zero_cluster", "zero_order", "zero_within"} == {field.name for field in fields(Workload)}
     for name in model_names():
