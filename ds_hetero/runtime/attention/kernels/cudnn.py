@@ -53,7 +53,8 @@ def cudnn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softc
         return "cuDNN's attention is used on Hopper (sm90) and data-centre Blackwell (sm100, sm103)"
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     if version < LEAST_CUDNN:
-        return f"cuDNN {_spelled(LEAST_CUDNN)} or newer is needed, found {_spelled(version) if version else 'none'}"
+        installed = _spelled(version) if version else "none"
+        return f"cuDNN {_spelled(LEAST_CUDNN)} or newer is needed, found {installed}"
     if softcap is not None:
         return "cuDNN's operator does not cap scores"
     if head_dim % 8 or head_dim > _LARGEST_HEAD:
@@ -67,15 +68,18 @@ def block_refusal(q: Tensor, k: Tensor, scores: Scores, blocks: object) -> str |
     Sources: torch's sdp_utils.cpp; cudnn-frontend#1072 on single queries.
     """
     head_dim = q.shape[-1]
-    if blocks != FULL and not (blocks == CAUSAL and q.shape[2] == k.shape[2]):
-        return f"it takes full blocks and causal squares, not {blocks} of {q.shape[2]} x {k.shape[2]}"
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    # The operator is compared with the definition on squares alone: a ring has no other causal blocks.
+    is_causal_square = blocks == CAUSAL and num_queries == num_keys
+    if blocks != FULL and not is_causal_square:
+        return f"it takes full blocks and causal squares, not {blocks} of {num_queries} x {num_keys}"
     if scores.softcap is not None:
         return "it does not cap scores"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {q.dtype}"
     if head_dim % 8 or head_dim > _LARGEST_HEAD:
         return f"it takes head sizes that are multiples of 8 up to {_LARGEST_HEAD}, not {head_dim}"
-    if min(q.shape[2], k.shape[2]) < 2:
+    if min(num_queries, num_keys) < 2:
         return "gradients of a single query or key are wrong (cudnn-frontend#1072)"
     return None
 
@@ -99,9 +103,18 @@ class CudnnKernel:
         """Return (out, lse) of the blocks, see `AttentionKernel`."""
         if block_refusal(q, k, scores, blocks) is not None:
             return flash_forward(q, k, v, scores, blocks)
-        q, k, v = (_unit_last(x) for x in (q, k, v))
-        result = self._operators.forward(q, k, v, None, True, 0.0, blocks == CAUSAL, False, scale=scores.scale)
-        return result[0], result[1].squeeze(-1) if result[1].dim() == 4 else result[1]
+        results = self._operators.forward(
+            *map(_unit_last, (q, k, v)),
+            None,  # no bias
+            True,  # return the log-sum-exp
+            0.0,  # no dropout
+            blocks == CAUSAL,
+            False,  # return no mask for debugging
+            scale=scores.scale,
+        )
+        # The others are bounds of packed sequences, states of dropout and the mask for debugging: none is used here.
+        out, lse = results[0], results[1]
+        return out, _without_unit(lse)
 
     def backward(
         self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
@@ -109,14 +122,21 @@ class CudnnKernel:
         """Return the gradients (dq, dk, dv) of the blocks, see `AttentionKernel`."""
         if block_refusal(saved.q, saved.k, scores, blocks) is not None:
             return flash_backward(dout, saved, scores, blocks)
-        q, k, v, out, dout = (_unit_last(x) for x in (saved.q, saved.k, saved.v, saved.out, dout))
-        if self._lays_out:
-            out, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (out, dout))
+        lay_out = _token_major if self._lays_out else _unit_last
+        # The engine keeps lse as [B, H, Q], a slice of longer rows; the operator reads [B, H, Q, 1].
         lse = saved.lse.contiguous().unsqueeze(-1)
         dq, dk, dv = self._operators.backward(
-            *(dout, q, k, v, out, lse),
-            *(None, None, None, None, None),  # random state, bias, bounds of packed sequences
-            *(q.shape[2], k.shape[2], 0.0, blocks == CAUSAL),
+            lay_out(dout),
+            *map(_unit_last, (saved.q, saved.k, saved.v)),
+            lay_out(saved.out),
+            lse,
+            *(None, None),  # random state of dropout: seed, offset
+            None,  # no bias
+            *(None, None),  # bounds of packed queries and keys
+            saved.q.shape[2],
+            saved.k.shape[2],
+            0.0,  # no dropout
+            blocks == CAUSAL,
             scale=scores.scale,
         )
         return dq, dk, dv
@@ -132,4 +152,15 @@ def _spelled(version: int) -> str:
 
 
 def _unit_last(x: Tensor) -> Tensor:
+    """Return ``x`` with the numbers of a row side by side; the operator takes any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _token_major(x: Tensor) -> Tensor:
+    """Return ``x`` [B, H, S, D] contiguous as [B, S, H, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _without_unit(lse: Tensor) -> Tensor:
+    """Return [B, H, Q]: torch gives log-sum-exp as [B, H, Q, 1], in older releases without the last dimension."""
+    return lse.squeeze(-1) if lse.dim() == 4 else lse
