@@ -195,7 +195,7 @@ def _merge(measured: Measured) -> Judgement:
 
 @finding_of_rows(
     "packing",
-    "heads are copied in their own type, and made contiguous for kernels",
+    "heads are copied 16 bytes at a time, and made contiguous for kernels",
     section="ring",
     part="packing",
     key="package_of_int64",

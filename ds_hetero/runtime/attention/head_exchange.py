@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.batch.head_table import HeadTable, Member, members_of
+from ds_hetero.runtime.attention.wide_copy import contiguous_rows, copy_rows_
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placement
@@ -75,11 +76,11 @@ def gather_sequence(
         packed = part.permute(1, 2, 0, 3, 4).split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=3)
         sources = (q_BHsD, member.q[0]), (k_BGsD, member.kv[0]), (v_BGsD, member.kv[0])
         for part_sBnhD, (x, start) in zip(packed, sources, strict=True):
-            part_sBnhD.copy_(_span(x.permute(2, 0, 1, 3), start, part_sBnhD))
+            copy_rows_(part_sBnhD, _span(x.permute(2, 0, 1, 3), start, part_sBnhD))
     # The received parts, one behind the other, are the group's sequence.
     recv = send.new_empty(exchange.group_tokens, batch_size, member_of_rank.width, head_dim)
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
-    q, k, v = (x.contiguous() for x in _heads(recv, member_of_rank))
+    q, k, v = map(contiguous_rows, _heads(recv, member_of_rank))
     return q, k, v
 
 
@@ -106,13 +107,13 @@ def scatter_sequence(
             continue
         member, part = exchange.members[first_member], parts[first_member].permute(1, 2, 0, 3, 4)
         dq, *dkv = part.split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=3)
-        _span(dq_sBHD, member.q[0], dq).copy_(dq)
+        copy_rows_(_span(dq_sBHD, member.q[0], dq), dq)
         for total_sBGD, part_sBngD in zip(dkv_sBGD, dkv, strict=True):
             start = member.kv[0]
             if num_shared:  # an earlier member has these heads too, and has written its part
                 total_sBGD[:, :, start : start + num_shared] += part_sBngD[:, :, 0, :num_shared]
             unshared = part_sBngD[:, :, :, num_shared:]
-            _span(total_sBGD, start + num_shared, unshared).copy_(unshared)
+            copy_rows_(_span(total_sBGD, start + num_shared, unshared), unshared)
     dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (dq_sBHD, *dkv_sBGD))
     return dq, dk, dv
 
@@ -122,7 +123,7 @@ def _pack(q_BhSD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, member_of_rank: Member
     batch_size, _, tokens, head_dim = q_BhSD.shape
     packed = q_BhSD.new_empty(tokens, batch_size, member_of_rank.width, head_dim)
     for part, x in zip(_heads(packed, member_of_rank), (q_BhSD, k_BgSD, v_BgSD), strict=True):
-        part.copy_(x)
+        copy_rows_(part, x)
     return packed.view(-1)
 
 
@@ -172,7 +173,7 @@ def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
     out_BsHD = recv.new_empty(batch_size, member_of_rank.tokens, exchange.num_heads, head_dim)
     for first_member, part in _runs(recv, recv_sizes, exchange, (member_of_rank.tokens, batch_size, head_dim)):
         part_sBnhD = part.permute(1, 2, 0, 3, 4)
-        _span(out_BsHD.transpose(0, 1), exchange.members[first_member].q[0], part_sBnhD).copy_(part_sBnhD)
+        copy_rows_(_span(out_BsHD.transpose(0, 1), exchange.members[first_member].q[0], part_sBnhD), part_sBnhD)
     return out_BsHD
 
 
@@ -189,7 +190,7 @@ def gather_output_heads(grad_BsHD: Tensor, exchange: Exchange) -> Tensor:
     send = grad_BsHD.new_empty(sum(send_sizes))
     for first_member, part in _runs(send, send_sizes, exchange, (tokens, batch_size, head_dim)):
         part_sBnhD = part.permute(1, 2, 0, 3, 4)
-        part_sBnhD.copy_(_span(grad_BsHD.transpose(0, 1), exchange.members[first_member].q[0], part_sBnhD))
+        copy_rows_(part_sBnhD, _span(grad_BsHD.transpose(0, 1), exchange.members[first_member].q[0], part_sBnhD))
     recv = grad_BsHD.new_empty(exchange.group_tokens, batch_size, member_of_rank.num_q, head_dim)
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
     return recv
