@@ -4,26 +4,30 @@
 
 Triton contains an assembler for every architecture, so that a machine without a GPU can compile its kernels. Each
 kernel of `ds_hetero.runtime.attention.kernels` is compiled with the block sizes that the launcher would
-choose, for every architecture and head size, for one block and for many. float32, the other 16-bit type and soft caps
-are compiled for some of these.
+choose, for every architecture and head size: for one block, for one without edges, and for many. float32, the other
+16-bit type, soft caps, and the other candidates of `triton_blocks` are compiled for some of these.
 
     registers    of a thread, at most 255, and at most 65,536 / threads
-    spills       bytes that a thread stores to and loads from memory because it has too few registers
+    loop spills  bytes that a thread stores to and loads from memory in one pass of the loop over visible blocks
+    edge spills  the same of the loop over masked blocks, which runs once or twice
+    spills       the same of the whole kernel
+    columns      of the narrowest tensor-core instruction; 8 before Hopper and on sm_120, where no other exists
     shared       bytes of shared memory of a program, and the most that the GPU gives one
-    tensor cores whether matmuls run on them
 
-A build takes about four CPU seconds. Every result is saved at once: a run that was stopped continues, if the kernels,
-the block sizes and Triton are the same.
+A build takes about three CPU seconds. Every result is saved at once, unless with --quick: a run that was stopped
+continues, if the kernels, the block sizes and Triton are the same.
 
---quick compiles three head sizes in bfloat16 (float16 before Ampere), many blocks. The exit code is 1 if a kernel does
-not compile, spills, needs more shared memory than the GPU has, or does not use tensor cores where it should. Without
-tensor cores 128 bytes may spill: the launcher prefers torch's operator there. Nothing is timed.
+--quick compiles three head sizes in bfloat16 (float16 before Ampere), many blocks. The exit code is 1 if a kernel that
+is launched does not compile, spills in its loop, needs more shared memory than the GPU has, or has narrower tensor-core
+instructions than it should. Without tensor cores 128 bytes may spill: the launcher prefers torch's operator there.
+Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -42,12 +46,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kernel_loops import instruction_columns, spills_of_loops
 from benchmarks.measure.results import FOLDER, header, progress, write
-from ds_hetero.runtime.attention.kernels.triton_native import (
+from ds_hetero.runtime.attention.kernels.triton_blocks import (
     DELTA,
     MERGE,
     BlockSizes,
-    block_sizes,
+    candidates,
     padded_head_dim,
     runs_on_tensor_cores,
 )
@@ -59,8 +64,16 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 KERNELS = ("forward", "delta", "dq", "dkv", "merge")
 _WITHOUT_MATMULS = {"delta": DELTA, "merge": MERGE}
 HEAD_DIMS, _SOME_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256), (64, 128, 256)
+CANDIDATE_HEAD_DIMS = (64, 128)
 _AMPERE = 80
 _SMALL_SPILL = 128  # bytes of a thread, allowed where products run on ordinary cores and torch's operator is preferred
+# Columns that tensor-core instructions should have on Hopper and data-centre Blackwell, where an instruction
+# multiplies 64 rows or more; fewer where the head has fewer numbers.
+_WIDE_GENERATIONS = (9, 10)
+_LEAST_COLUMNS = {"forward": 64, "dq": 64, "dkv": 32}
+# On Hopper sums are in registers, and gradients of larger heads fill them: wider blocks spill in the loop.
+_HOPPER, _LARGEST_WIDE_HEAD = 90, 128
+_LEAST_COLUMNS_OF_LARGE_HEADS = {"forward": 64, "dq": 32}
 _FLOATS = ("score_scale", "cap_scale", "scale")
 _ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV", "MERGED", "LSE_PART")
 
@@ -75,11 +88,24 @@ class Build:
     dtype: str  # Triton's name: fp16, bf16, fp32
     many: bool = True
     softcap: bool = False
+    edges: bool = True
+    candidate: int = 0  # place in the table of block sizes; the first is launched
 
     def blocks(self) -> BlockSizes:
-        """Block sizes that the launcher chooses for it."""
-        launch = block_sizes(padded_head_dim(self.head_dim), self.capability, self.dtype != "fp32")
-        return _WITHOUT_MATMULS[self.kernel] if self.kernel in _WITHOUT_MATMULS else getattr(launch, self.kernel)
+        """Block sizes with which it is compiled."""
+        if self.kernel in _WITHOUT_MATMULS:
+            return _WITHOUT_MATMULS[self.kernel]
+        of_kernels = candidates(padded_head_dim(self.head_dim), self.capability, self.dtype != "fp32")
+        return getattr(of_kernels, self.kernel)[self.candidate]
+
+    @property
+    def least_columns(self) -> int:
+        """Columns that its tensor-core instructions should have at least; 0 for any number."""
+        if not self.has_tensor_cores or self.capability // 10 not in _WIDE_GENERATIONS:
+            return 0
+        fills_registers = self.capability == _HOPPER and self.head_dim > _LARGEST_WIDE_HEAD
+        least = _LEAST_COLUMNS_OF_LARGE_HEADS if fills_registers else _LEAST_COLUMNS
+        return min(least.get(self.kernel, 0), padded_head_dim(self.head_dim))
 
     @property
     def has_tensor_cores(self) -> bool:
@@ -89,23 +115,35 @@ class Build:
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of one build, as the assembler reports them; in bytes."""
+    """Resources of one build, as the assembler reports them and the machine code has them; in bytes.
+
+    Attributes:
+        columns: of all kinds of tensor-core instructions; empty if matmuls run on ordinary cores.
+    """
 
     registers: int
     spill_bytes: int
+    loop_spill_bytes: int
+    edge_spill_bytes: int
     shared_bytes: int
-    tensor_cores: bool
+    columns: list[int]
 
     def faults(self, build: Build) -> list[str]:
         """Return the reasons why a GPU would run it badly, or not at all."""
         limit = SHARED_KIB[build.capability] * 1024
         reasons = []
-        if self.spill_bytes > (0 if build.has_tensor_cores else _SMALL_SPILL):
+        if build.has_tensor_cores and self.loop_spill_bytes:
+            reasons.append(f"spills {self.loop_spill_bytes} bytes in its loop")
+        if not build.has_tensor_cores and self.spill_bytes > _SMALL_SPILL:
             reasons.append(f"spills {self.spill_bytes} bytes")
         if self.shared_bytes > limit:
             reasons.append(f"{self.shared_bytes} bytes of shared memory of {limit}")
-        if build.has_tensor_cores and build.kernel not in _WITHOUT_MATMULS and not self.tensor_cores:
+        if build.kernel in _WITHOUT_MATMULS:
+            return reasons
+        if build.has_tensor_cores and not self.columns:
             reasons.append("no tensor cores")
+        elif self.columns and self.columns[0] < build.least_columns:
+            reasons.append(f"tensor-core instructions of {self.columns[0]} columns, not {build.least_columns}")
         return reasons
 
 
@@ -113,7 +151,7 @@ def builds(quick: bool = False) -> list[Build]:
     """Return all builds: every architecture, kernel and head size that `triton_refusal` accepts.
 
     One 16-bit type stands for both, except at one head size. Settings with little influence are compiled at three head
-    sizes.
+    sizes, and candidates at two.
     """
     all_builds = []
     for capability in SHARED_KIB:
@@ -122,15 +160,26 @@ def builds(quick: bool = False) -> list[Build]:
         some = [dim for dim in _SOME_HEAD_DIMS if dim <= largest]
         dims = some if quick else [dim for dim in HEAD_DIMS if dim <= largest]
         products = [kernel for kernel in KERNELS if kernel not in _WITHOUT_MATMULS]
-        all_builds += [Build(capability, *rest) for rest in product(_WITHOUT_MATMULS, dims, [half])]
-        all_builds += [
-            Build(capability, *rest) for rest in product(products, dims, [half], [True] if quick else [True, False])
-        ]
+        all_builds += [Build(capability, *rest) for rest in product(_WITHOUT_MATMULS, some, [half])]
+        all_builds += [Build(capability, *rest) for rest in product(products, dims, [half])]
         all_builds += [Build(capability, kernel, 128, half, softcap=True) for kernel in products]
         if not quick:
+            for edges in (True, False):
+                all_builds += [Build(capability, *rest, False, edges=edges) for rest in product(products, some, [half])]
             all_builds += [Build(capability, *rest) for rest in product(products, some, ["fp32"])]
             all_builds += [Build(capability, kernel, 128, other) for kernel in products if other]
+            all_builds += _other_candidates(capability, half)
     return all_builds
+
+
+def _other_candidates(capability: int, dtype: str) -> list[Build]:
+    """Return builds of the candidates that are not launched, for one block with edges."""
+    other_builds = []
+    for head_dim in CANDIDATE_HEAD_DIMS:
+        for kernel, sizes in candidates(head_dim, capability, sixteen_bit=True)._asdict().items():
+            for place in range(1, len(sizes)):
+                other_builds.append(Build(capability, kernel, head_dim, dtype, many=False, candidate=place))
+    return other_builds
 
 
 def compile_build(build: Build) -> Resources:
@@ -155,8 +204,17 @@ def compile_build(build: Build) -> Resources:
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", assembler_text)]
     if not spills or not registers:
         raise RuntimeError(f"the assembler said nothing of registers and spills: {assembler_text[:300]!r}")
-    has_mma = re.search(r"\b(mma\.sync|wgmma|tcgen05\.mma)", compiled.asm["ptx"]) is not None
-    return Resources(max(registers), sum(spills), compiled.metadata.shared, has_mma)
+    loops = spills_of_loops(compiled.asm["cubin"], _lines_of_masks())
+    columns = instruction_columns(compiled.asm)
+    return Resources(max(registers), sum(spills), loops.visible, loops.masked, compiled.metadata.shared, columns)
+
+
+def _lines_of_masks() -> range:
+    """Return the lines of the kernels' source that only loops over masked blocks contain."""
+    from ds_hetero.runtime.attention.kernels import triton_kernels
+
+    lines, first = inspect.getsourcelines(triton_kernels._visible.fn)
+    return range(first, first + len(lines))
 
 
 def _source(build: Build, blocks: BlockSizes) -> Any:
@@ -174,6 +232,7 @@ def _source(build: Build, blocks: BlockSizes) -> Any:
         "BLOCK_D": padded_head_dim(build.head_dim),
         "SOFTCAP": build.softcap,
         "MANY": build.many,
+        "EDGES": build.edges,
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
@@ -262,29 +321,44 @@ def _kept(file: Path) -> list[dict[str, Any]]:
     return [row for row in earlier["builds"] if ("merge" if row["kernel"] == "merge" else "kernels") in same]
 
 
+_FIGURES = ("registers", "loop_spill_bytes", "edge_spill_bytes", "spill_bytes", "shared_bytes")
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each architecture and kernel: the largest figures over head sizes, data types and shapes."""
+    """Return a row for each architecture and kernel as launched: the largest figures over head sizes, types and shapes.
+
+    Columns of instructions are the fewest, by padded head size.
+    """
     summary_rows = []
     for capability, kernel in product(SHARED_KIB, KERNELS):
-        rows_of_kernel = [row for row in rows if (row["capability"], row["kernel"]) == (capability, kernel)]
-        built = [row for row in rows_of_kernel if "registers" in row]
-        if rows_of_kernel:
-            largest = {
-                name: max((row[name] for row in built), default=0)
-                for name in ("registers", "spill_bytes", "shared_bytes")
+        launched = [row for row in rows if row["candidate"] == 0]
+        of_kernel = [row for row in launched if (row["capability"], row["kernel"]) == (capability, kernel)]
+        built = [row for row in of_kernel if "registers" in row]
+        if not of_kernel:
+            continue
+        largest = {name: max((row[name] for row in built), default=0) for name in _FIGURES}
+        summary_rows.append(
+            {
+                "architecture": f"sm_{capability}",
+                "kernel": kernel,
+                "builds": len(of_kernel),
+                **largest,
+                "shared_limit": SHARED_KIB[capability] * 1024,
+                "columns": _fewest_columns(built),
+                "faults": sum(bool(row["faults"]) for row in of_kernel),
             }
-            summary_rows.append(
-                {
-                    "architecture": f"sm_{capability}",
-                    "kernel": kernel,
-                    "builds": len(rows_of_kernel),
-                    **largest,
-                    "shared_limit": SHARED_KIB[capability] * 1024,
-                    "tensor_cores": sum(row["tensor_cores"] for row in built),
-                    "faults": sum(bool(row["faults"]) for row in rows_of_kernel),
-                }
-            )
+        )
     return summary_rows
+
+
+def _fewest_columns(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return the columns of the narrowest tensor-core instruction by padded head size."""
+    columns: dict[str, int] = {}
+    for row in sorted(rows, key=lambda row: int(row["head_dim"])):
+        if row["columns"]:
+            head_dim = str(padded_head_dim(row["head_dim"]))
+            columns[head_dim] = min(columns.get(head_dim, row["columns"][0]), row["columns"][0])
+    return columns
 
 
 def main() -> int:
@@ -292,7 +366,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three head sizes in one data type")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
-    parser.add_argument("--only", default="", help="one architecture, such as sm_90")
+    parser.add_argument("--only", default="", help="one architecture, such as sm_90; results of others are kept")
     parser.add_argument("--processes", type=int, default=2, help="builds at a time")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
@@ -302,43 +376,79 @@ def main() -> int:
     def described(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {**header(command), "compiled_by": compiled_by(), "summary": summary(rows), "builds": rows}
 
-    if args.quick or args.only:
+    if args.quick:
         result = described(run(selected_builds, args.processes, lambda rows: None, []))
     else:
-        rows = run(
-            selected_builds, args.processes, lambda rows: write(described(rows), args.output), _kept(args.output)
-        )
+        kept = _kept(args.output)
+        others = [row for row in kept if args.only not in f"sm_{row['capability']}"]  # of other architectures
+        rows = run(selected_builds, args.processes, lambda rows: write(described(others + rows), args.output), kept)
+        write(described(others + rows), args.output)
         result = described(rows)
-        write(result, args.output)
     if args.json:
         print(json.dumps(result))
     else:
         _show(result)
-    return 1 if any(row["faults"] for row in rows) else 0
+    return 1 if any(row["faults"] for row in result["summary"]) else 0
 
 
 def _show(result: dict[str, Any]) -> None:
-    """Print the summary, a row for each architecture and kernel."""
+    """Print the summary, the candidates, and the faults of what is launched."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(
         "architecture",
         "kernel",
         "builds",
         "registers",
-        "spilled bytes",
+        *_SPILLS,
         "shared, KiB (limit)",
-        "on tensor cores",
+        "columns by head size",
         "faults",
     )
     for row in result["summary"]:
         shared = f"{row['shared_bytes'] / 1024:.0f} ({row['shared_limit'] // 1024})"
-        cells = (row["builds"], row["registers"], row["spill_bytes"], shared, row["tensor_cores"], row["faults"])
+        columns = ", ".join(f"{head_dim}: {number}" for head_dim, number in row["columns"].items())
+        spills = (row["loop_spill_bytes"], row["edge_spill_bytes"], row["spill_bytes"])
+        cells = (row["builds"], row["registers"], *spills, shared, columns, row["faults"])
         table.add_row(row["architecture"], row["kernel"], *map(str, cells))
-    Console(width=None if sys.stdout.isatty() else 130).print(table)
+    console.print(table)
+    if any(row["candidate"] for row in result["builds"]):
+        console.print(_candidates_table(result["builds"]))
     for row in result["builds"]:
-        if row["faults"]:
+        if row["faults"] and not row["candidate"]:
             build = f"sm_{row['capability']} {row['kernel']} head size {row['head_dim']} {row['dtype']}"
-            shape = f"{'many blocks' if row['many'] else 'one block'}{', soft cap' if row['softcap'] else ''}"
-            print(f"{build}, {shape}, blocks {tuple(row['blocks'])}: {'; '.join(row['faults'])}")
+            blocks = "many blocks" if row["many"] else "one block"
+            edges = "" if row["edges"] else " without edges"
+            soft_cap = ", soft cap" if row["softcap"] else ""
+            print(f"{build}, {blocks}{edges}{soft_cap}, sizes {tuple(row['blocks'])}: {'; '.join(row['faults'])}")
+
+
+_SPILLS = ("spilled bytes: loop", "edges", "all")
+
+
+def _candidates_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of all candidates for one block with edges; those that are launched come first."""
+    table = Table(
+        "architecture",
+        "kernel",
+        "head size",
+        "queries, keys, warps, stages",
+        "registers",
+        *_SPILLS,
+        "shared, KiB",
+        "columns",
+    )
+    of_tables = [
+        row
+        for row in rows
+        if row["head_dim"] in CANDIDATE_HEAD_DIMS and not row["many"] and row["edges"] and row["dtype"] != "fp32"
+    ]
+    for row in sorted(of_tables, key=lambda row: (row["capability"], row["kernel"], row["head_dim"], row["candidate"])):
+        cells = [f"sm_{row['capability']}", row["kernel"], row["head_dim"], ", ".join(map(str, row["blocks"]))]
+        if "registers" in row:
+            cells += [row["registers"], row["loop_spill_bytes"], row["edge_spill_bytes"], row["spill_bytes"]]
+            cells += [round(row["shared_bytes"] / 1024), min(row["columns"], default=0)]
+        table.add_row(*map(str, cells))
+    return table
 
 
 if __name__ == "__main__":

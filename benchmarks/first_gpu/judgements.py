@@ -153,7 +153,7 @@ def _kernel_choice(measured: Measured) -> Judgement:
     return Judgement(max(ratios) < 1 / _MIN_OF_BEST, text)
 
 
-@finding("Triton table", "block sizes with which no kernel spills registers anywhere")
+@finding("Triton table", "block sizes with which no loop spills registers")
 def _triton_table(measured: Measured) -> Judgement:
     """Judge the block sizes of the Triton kernels."""
     rows_by_kernel: dict[tuple[str, int], list[Row]] = {}

@@ -7,13 +7,9 @@ Triton caches compiled kernels by source, types, constants and the divisibility 
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -24,12 +20,13 @@ from torch import Tensor
 from ds_hetero.batch.tiles import CAUSAL, FULL, Band
 from ds_hetero.runtime.attention.kernels import SavedForward, Scores
 from ds_hetero.runtime.attention.kernels import triton_native as native
-from ds_hetero.runtime.attention.kernels.triton_native import BlockSizes, Launch, TritonKernel
+from ds_hetero.runtime.attention.kernels.triton_blocks import BlockSizes, Launch, block_sizes, padded_head_dim
+from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
 
 KERNELS = ("forward", "dq", "dkv")
-_THREE_PHASES, _INNER_PHASE = "tl.static_range(3)", "tl.static_range(1, 2)"
+BANDS = {"causal": CAUSAL, "full": FULL}
 _WARP = 32
-_TOKENS = 4096  # any multiple of 16: Triton keeps no other number of tokens
+_TOKENS = 4096  # any multiple of all block sizes: Triton keeps no other number of tokens
 
 
 @dataclass(frozen=True)
@@ -38,18 +35,18 @@ class Config:
 
     Args:
         kernel: of `KERNELS`.
-        edge_free: without the phases that mask, for `FULL` blocks of whole tiles, which have no edge.
+        masked: with the loop over masked blocks for all launches; the package leaves it out where nothing is masked.
     """
 
     kernel: str
     head_dim: int
     blocks: BlockSizes
-    edge_free: bool = False
+    masked: bool = False
 
     @property
     def text(self) -> str:
         """Description for people."""
-        return f"{self.kernel}, D {self.head_dim}, {tuple(self.blocks)}{', edge-free' if self.edge_free else ''}"
+        return f"{self.kernel}, D {self.head_dim}, {tuple(self.blocks)}{', masked' if self.masked else ''}"
 
 
 def launch_of(config: Config, otherwise: Launch) -> Launch:
@@ -59,49 +56,25 @@ def launch_of(config: Config, otherwise: Launch) -> Launch:
 
 def default_launch(head_dim: int, capability: int) -> Launch:
     """Return the block sizes that the package launches for 16-bit types."""
-    return native.block_sizes(native.padded_head_dim(head_dim), capability, sixteen_bit=True)
+    return block_sizes(padded_head_dim(head_dim), capability, sixteen_bit=True)
 
 
 @contextmanager
-def launching(config: Config, launch: Launch, folder: Path, compiles: bool = False) -> Iterator[TritonKernel]:
+def launching(config: Config, launch: Launch, compiles: bool = False) -> Iterator[TritonKernel]:
     """Yield a `TritonKernel` that launches ``config``, and in the backward only its kernel.
 
     Args:
         launch: block sizes of the other kernels.
-        folder: for the source of edge-free kernels.
         compiles: launches compile, and do not run.
     """
-    kernels: Any = edge_free_kernels(folder) if config.edge_free else native._kernels()
+    kernels: Any = native._kernels()
     module = _Only(_Compiling(kernels) if compiles else kernels, config.kernel)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(native, "_kernels", lambda: module))
         stack.enter_context(mock.patch.object(native, "_launch", lambda q: launch_of(config, launch)))
+        if config.masked:
+            stack.enter_context(mock.patch.object(native, "_has_edges", lambda *arguments: True))
         yield TritonKernel()
-
-
-def edge_free_kernels(folder: Path) -> ModuleType:
-    """Return the package's kernels without their masked phases.
-
-    They are generated from the package's source, so that the code is the same.
-
-    Raises:
-        ValueError: the source has no loop over three phases.
-    """
-    name = "edge_free_triton_kernels"
-    if name in sys.modules:
-        return sys.modules[name]
-    stock = native._kernels()
-    source = Path(stock.__file__).read_text()
-    if source.count(_THREE_PHASES) != len(KERNELS):
-        raise ValueError(f"{stock.__file__} has {source.count(_THREE_PHASES)} loops over {_THREE_PHASES}, expected 3")
-    file = folder / f"{name}_{os.getpid()}.py"  # other ranks of the part write the same, while this one reads
-    file.write_text(source.replace(_THREE_PHASES, _INNER_PHASE))
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class _Only:
@@ -170,7 +143,7 @@ class _NamedGpu:
         return True
 
 
-def compile_config(config: Config, capability: int, dtype: torch.dtype, folder: Path) -> None:
+def compile_config(config: Config, capability: int, dtype: torch.dtype) -> None:
     """Compile the kernels that a launch of ``config`` needs. Raises the errors of Triton or its assembler.
 
     Run it in a process of its own: it replaces Triton's driver.
@@ -178,8 +151,9 @@ def compile_config(config: Config, capability: int, dtype: torch.dtype, folder: 
     from triton.runtime import driver
 
     driver.set_active(_NamedGpu(capability))
-    with launching(config, default_launch(config.head_dim, capability), folder, compiles=True) as kernel:
-        run_config(kernel, config, tensors_of(config, _TOKENS, torch.device("meta"), dtype), FULL)
+    with launching(config, default_launch(config.head_dim, capability), compiles=True) as kernel:
+        for band in BANDS.values():
+            run_config(kernel, config, tensors_of(config, _TOKENS, torch.device("meta"), dtype), band)
 
 
 def tensors_of(
@@ -201,6 +175,3 @@ def run_config(kernel: TritonKernel, config: Config, tensors: tuple[Tensor, ...]
     if config.kernel == "forward":
         return kernel.forward(q, k, v, scores, band)
     return kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, band)
-
-
-BANDS = {"causal": CAUSAL, "full": FULL}

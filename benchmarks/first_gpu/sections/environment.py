@@ -126,7 +126,7 @@ def compile_kernels(context: Context) -> None:
     for config in todo:
         row: Row = {"config": config.text}
         try:
-            compile_config(config, capability, context.half, context.folder)
+            compile_config(config, capability, context.half)
         except Exception as error:  # Triton raises what it likes; the table names it and goes on
             row["refused"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
         context.report(row)

@@ -10,23 +10,22 @@ from benchmarks.first_gpu.triton_builds import (
     BANDS,
     Config,
     default_launch,
-    edge_free_kernels,
     launching,
     run_config,
     tensors_of,
 )
 from benchmarks.first_gpu.triton_table import configs, is_default
 from benchmarks.measure.device_timing import first_call_s, median_s
-from ds_hetero.runtime.attention.kernels.triton_native import BlockSizes, Launch
+from ds_hetero.runtime.attention.kernels.triton_blocks import BlockSizes, Launch
 
 _TOKENS = 16_384  # a multiple of all block sizes
 # Products in each kernel: QK^T and PV; QK^T, dO V^T and dS K; QK^T, dO V^T, P^T dO and dS^T Q.
 _PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
-_RTOL = 1e-2  # largest difference of an edge-free kernel's results over the largest value: sums in another order
+_RTOL = 1e-2  # largest difference of a kernel's results without masks over the largest value: sums in another order
 
 
 def measure(context: Context) -> None:
-    """Check edge-free kernels, then report all rates."""
+    """Check kernels without masks, then report all rates."""
     compare(context)
     time(context)
 
@@ -35,24 +34,24 @@ def time(context: Context) -> None:
     """Report the rate of every kernel with every choice of block sizes; all matmuls of the kernel count."""
     if context.rehearsal:
         small = BlockSizes(16, 16, 1, 1)
-        todo, tokens, heads = [Config("forward", 16, small), Config("dkv", 16, small, edge_free=True)], 16, 1
+        todo, tokens, heads = [Config("forward", 16, small), Config("dkv", 16, small, masked=True)], 16, 1
     else:
         todo, tokens, heads = configs(context.capability), _TOKENS, 16
     dtype = context.choose(context.half, torch.float32)
     for config in todo:
         tensors = tensors_of(config, tokens, context.device, dtype, heads)
         for name, band in BANDS.items():
-            if config.edge_free and name == "causal":
+            if config.masked and name == "causal":  # the package masks there, too
                 continue
             row: Row = {
                 "config": config.text,
                 "mask": name,
-                "default": context.choose(is_default(config, context.capability), not config.edge_free),
+                "default": context.choose(is_default(config, context.capability), not config.masked),
             }
             launch = context.choose(
                 default_launch(config.head_dim, context.capability), Launch(*(BlockSizes(16, 16, 1, 1),) * 3)
             )
-            with launching(config, launch, context.folder) as kernel:
+            with launching(config, launch) as kernel:
                 try:
                     call = lambda: run_config(kernel, config, tensors, band)  # noqa: E731, B023
                     row["first_call_s"] = first_call_s(context.device, call)
@@ -70,22 +69,21 @@ def time(context: Context) -> None:
 
 
 def compare(context: Context) -> None:
-    """Compare edge-free kernels with those of the package, on a full block of whole tiles."""
+    """Compare kernels with and without the loop that masks, on a full block of whole tiles."""
     tokens, head_dim, heads = context.choose((4096, 128, 16), (32, 16, 1))
     dtype = context.choose(context.half, torch.float32)
-    edge_free_kernels(context.folder)
     for kernel in ("forward", "dq", "dkv"):
         small = BlockSizes(16, 16, 1, 1)
         launch = context.choose(default_launch(head_dim, context.capability), Launch(small, small, small))
         results = []
-        for edge_free in (False, True):
-            config = Config(kernel, head_dim, getattr(launch, kernel), edge_free)
+        for masked in (True, False):
+            config = Config(kernel, head_dim, getattr(launch, kernel), masked)
             tensors = tensors_of(config, tokens, context.device, dtype, heads)
-            with launching(config, launch, context.folder) as of_config:
+            with launching(config, launch) as of_config:
                 results.append(run_config(of_config, config, tensors, BANDS["full"]))
         index = {"forward": 0, "dq": 0, "dkv": 1}[kernel]
-        stock, other = (of[index].float() for of in results)
-        error = float((stock - other).abs().max() / stock.abs().max())
+        with_masks, without = (result[index].float() for result in results)
+        error = float((with_masks - without).abs().max() / with_masks.abs().max())
         context.report({"kernel": kernel, "difference": error, "same": error <= _RTOL})
 
 

@@ -9,7 +9,8 @@ import torch
 from ds_hetero.batch.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels import Band, triton_merge
 from ds_hetero.runtime.attention.kernels.merge import merge_by_operators_, one_kernel_refusal
-from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
+from ds_hetero.runtime.attention.kernels.triton_blocks import BlockSizes
+from ds_hetero.runtime.attention.kernels.triton_native import _LARGEST_STRIDE, TritonKernel, _dense_rows, _has_edges
 from tests.unit.runtime.kernel_checks import assert_close, check, check_many, in_parts, reference, strided, tensors
 
 KERNEL = TritonKernel()
@@ -32,6 +33,21 @@ def test_triton_equals_the_reference_on_any_band(block, softcap, shape):
 
 
 @pytest.mark.parametrize(
+    ("block", "edges"),
+    [
+        ((32, 48, FULL), False),
+        ((32, 48, Band(-40, 50)), False),  # wider than the block
+        ((32, 40, FULL), True),
+        ((30, 48, FULL), True),
+        ((32, 48, Band(-40, 46)), True),
+    ],
+)
+def test_blocks_without_an_edge_have_kernels_without_masks(block, edges):
+    assert _has_edges(block[2], *block[:2], BlockSizes(16, 16)) == edges
+    check(KERNEL, block, softcap=1.5, heads=2, head_dim=24)
+
+
+@pytest.mark.parametrize(
     ("sizes", "band_of"),
     [
         ([(5, 5), (1, 1), (33, 33)], lambda queries, keys: CAUSAL),
@@ -50,6 +66,13 @@ def test_triton_equals_the_reference_in_float16():
 def test_triton_reads_any_strides():
     block = (20, 20, CAUSAL)
     check(KERNEL, block, inputs=strided(*tensors(block, batch_size=2, heads=2)))
+
+
+def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
+    far = torch.empty_strided((1, 1, 3, 16), (0, 0, _LARGEST_STRIDE, 1), device="meta")
+    near = torch.empty_strided((1, 1, 3, 16), (0, 0, _LARGEST_STRIDE - 16, 1), device="meta")
+    assert _dense_rows(far).stride(2) == 16
+    assert _dense_rows(near) is near
 
 
 def test_parts_merge_into_the_whole():

@@ -1,8 +1,9 @@
 """Flash attention of a block, forward and backward, as Triton kernels; launched by `triton_native`.
 
 Every program has one block of queries (of keys, in the kernel for dK and dV) and loops along the band: first over the
-blocks that the band's edge crosses, then over those that are completely visible and need no mask, then over the other
-edge. Blocks outside the band are skipped. Scores are multiplied by log2(e), so that exp2 can be used:
+blocks that are completely visible and need no mask, then over those that an edge of the band or of a tensor crosses.
+The first loop runs hundreds of times where the second runs once or twice; without EDGES it is the only one. Blocks
+outside the band are skipped. Scores are multiplied by log2(e), so that exp2 can be used:
 
                        score_scale          cap_scale
     without soft cap   scale * log2(e)      0
@@ -12,8 +13,8 @@ A launch computes one block, or with MANY all blocks in packed tensors. Then TAB
 see `triton_native`: its first query (or key) in its block, the start and number of the block's queries and keys, and
 the band.
 
-All tensors are read as [B, heads, tokens, D] with D consecutive and any other strides; lse and delta are contiguous
-[B, H, Q]. Everything is accumulated in float32.
+All tensors are read as [B, heads, tokens, D] with D consecutive, less than 2**24 elements between tokens; lse and
+delta are contiguous [B, H, Q]. Everything is accumulated in float32.
 
 Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
 """
@@ -34,23 +35,61 @@ _SIZES = [
 
 
 @triton.jit
-def _load(base, tokens, stride, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
-    """Load [len(tokens), BLOCK_D]; zero beyond HEAD_DIM and, on an edge, beyond the last token."""
-    dims = tl.arange(0, BLOCK_D)
-    pointers = base + tokens[:, None].to(tl.int64) * stride + dims[None, :]
-    if EDGE:
-        return tl.load(pointers, mask=(tokens[:, None] < num_tokens) & (dims[None, :] < HEAD_DIM), other=0.0)
-    elif BLOCK_D != HEAD_DIM:  # noqa: RET505 - Triton compiles one branch, and wants it to end the function
-        return tl.load(pointers, mask=dims[None, :] < HEAD_DIM, other=0.0)
-    else:
-        return tl.load(pointers)
+def _rows(base, first_token, stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers [BLOCK, BLOCK_D] to the rows from ``first_token`` on.
+
+    The way to the first row has 64 bits and is one number; offsets within the block have the 32 bits of ``stride``.
+    """
+    rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    return base + first_token.to(tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
 
 
 @triton.jit
-def _store(base, values, tokens, stride, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    dims = tl.arange(0, BLOCK_D)
-    pointers = base + tokens[:, None].to(tl.int64) * stride + dims[None, :]
-    tl.store(pointers, values, mask=(tokens[:, None] < num_tokens) & (dims[None, :] < HEAD_DIM))
+def _is_element(
+    first_token, num_tokens, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr
+):
+    """Mask of a block [BLOCK, BLOCK_D]: False beyond HEAD_DIM and, on an edge, beyond the last token."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    if EDGE:
+        tokens = first_token + tl.arange(0, BLOCK)[:, None]
+        return (tokens < num_tokens) & (dims < HEAD_DIM)
+    elif BLOCK_D != HEAD_DIM:  # noqa: RET505 - Triton compiles one branch, and wants it to end the function
+        return dims < HEAD_DIM
+    else:
+        return None
+
+
+@triton.jit
+def _load(
+    base, first_token, stride, num_tokens,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Load [BLOCK, BLOCK_D]; zero where `_is_element` is False."""
+    mask = _is_element(first_token, num_tokens, BLOCK, HEAD_DIM, BLOCK_D, EDGE)
+    pointers = _rows(base, first_token, stride, BLOCK, BLOCK_D)
+    if mask is None:
+        return tl.load(pointers)
+    else:  # noqa: RET505 - as above
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(
+    base, values, first_token, stride, num_tokens,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Store [BLOCK, BLOCK_D] where `_is_element` is True."""
+    mask = _is_element(first_token, num_tokens, BLOCK, HEAD_DIM, BLOCK_D, EDGE)
+    tl.store(_rows(base, first_token, stride, BLOCK, BLOCK_D), values, mask=mask)
+
+
+@triton.jit
+def _load_row(base, tokens, num_tokens, EDGE: tl.constexpr):
+    """Load a number for each token; zero beyond the last one on an edge."""
+    if EDGE:
+        return tl.load(base + tokens, mask=tokens < num_tokens, other=0.0)
+    else:  # noqa: RET505 - as above
+        return tl.load(base + tokens)
 
 
 @triton.jit
@@ -94,9 +133,27 @@ def _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexp
 
 
 @triton.jit
-def _phase(bounds, PHASE: tl.constexpr):
-    """Return start and stop of one of the loop's parts: first edge (0), visible blocks (1), second edge (2)."""
-    return bounds[PHASE], bounds[PHASE + 1]
+def _num_steps(bounds, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """Return how many blocks one of the two loops has: the visible ones, or those of both edges."""
+    start, visible_start, visible_stop, stop = bounds
+    if EDGE:
+        return tl.cdiv(visible_start - start, BLOCK) + tl.cdiv(stop - visible_stop, BLOCK)
+    else:  # noqa: RET505 - as above
+        return (visible_stop - visible_start) // BLOCK
+
+
+@triton.jit
+def _first_of_step(step, bounds, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """Return the first token of a loop's block; on the edges, blocks before the visible ones come first.
+
+    ``visible_start`` is cut to ``stop`` where nothing is visible, and no multiple of BLOCK then; no edge follows there.
+    """
+    start, visible_start, visible_stop, _ = bounds
+    if EDGE:
+        first = start + step * BLOCK
+        return tl.where(first < visible_start, first, first - visible_start + visible_stop)
+    else:  # noqa: RET505 - as above
+        return visible_start + step * BLOCK
 
 
 @triton.jit
@@ -121,7 +178,7 @@ def forward_kernel(
     stride_ob, stride_oh, stride_o,
     num_heads, group, num_rows, num_queries, num_keys, lo, hi, score_scale, cap_scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
-    MANY: tl.constexpr,
+    MANY: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT [B, H, Q, D] and LSE [B, H, Q] of a block, on a grid (blocks of queries, B * H)."""
     work = _work_of_program(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
@@ -132,35 +189,35 @@ def forward_kernel(
     K += sample * stride_kb + head // group * stride_kh + k_start * stride_k
     V += sample * stride_vb + head // group * stride_vh + k_start * stride_v
     queries = first_query + tl.arange(0, BLOCK_Q)
-    q = _load(Q, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, True)
+    q = _load(Q, first_query, stride_q, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, EDGES)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     bounds = _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
-    for phase in tl.static_range(3):
-        start, stop = _phase(bounds, phase)
-        for first_key in range(start, stop, BLOCK_K):
-            keys = first_key + tl.arange(0, BLOCK_K)
-            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
+    for edge in tl.static_range(1 + EDGES):
+        for step in range(_num_steps(bounds, BLOCK_K, edge)):
+            first_key = _first_of_step(step, bounds, BLOCK_K, edge)
+            k = _load(K, first_key, stride_k, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, edge)
             scores = _scores(q, k, score_scale, cap_scale, SOFTCAP)
-            if phase != 1:
+            if edge:
+                keys = first_key + tl.arange(0, BLOCK_K)
                 visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
                 scores = tl.where(visible, scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query that has seen nothing yet
             probs = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(top - base)
-            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
+            v = _load(V, first_key, stride_v, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, edge)
             acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
             total = total * shrink + tl.sum(probs, 1)
             top = new_top
-    inside = queries < num_queries
-    total = tl.where(inside, total, 1.0)
+    if EDGES:
+        total = tl.where(queries < num_queries, total, 1.0)
     OUT += sample * stride_ob + head * stride_oh + q_start * stride_o
     values = (acc / total[:, None]).to(OUT.dtype.element_ty)
-    _store(OUT, values, queries, stride_o, num_queries, HEAD_DIM, BLOCK_D)
+    _store(OUT, values, first_query, stride_o, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, EDGES)
     lse = (top + tl.log2(total)) * 0.6931471805599453
-    tl.store(LSE + tl.program_id(1).to(tl.int64) * num_rows + q_start + queries, lse, mask=inside)
+    tl.store(LSE + tl.program_id(1).to(tl.int64) * num_rows + q_start + queries, lse, mask=queries < num_queries)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -173,9 +230,12 @@ def delta_kernel(
     """Compute DELTA [B, H, Q] = rowsum(out * dout), on a grid (blocks of queries, B * H)."""
     sample = (tl.program_id(1) // num_heads).to(tl.int64)
     head = (tl.program_id(1) % num_heads).to(tl.int64)
-    queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    out = _load(OUT + sample * stride_ob + head * stride_oh, queries, stride_o, num_queries, HEAD_DIM, BLOCK_D, True)
-    dout = _load(DOUT + sample * stride_db + head * stride_dh, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, True)
+    first_query = tl.program_id(0) * BLOCK_Q
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    OUT += sample * stride_ob + head * stride_oh
+    DOUT += sample * stride_db + head * stride_dh
+    out = _load(OUT, first_query, stride_o, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    dout = _load(DOUT, first_query, stride_d, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(DELTA + tl.program_id(1).to(tl.int64) * num_queries + queries, delta, mask=queries < num_queries)
 
@@ -187,7 +247,7 @@ def dq_kernel(
     stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
     num_heads, group, num_rows, num_queries, num_keys, lo, hi, score_scale, cap_scale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
-    MANY: tl.constexpr,
+    MANY: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Compute DQ [B, H, Q, D] in float32, on a grid (blocks of queries, B * H)."""
     work = _work_of_program(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
@@ -199,23 +259,22 @@ def dq_kernel(
     K += sample * stride_kb + head // group * stride_kh + k_start * stride_k
     V += sample * stride_vb + head // group * stride_vh + k_start * stride_v
     queries = first_query + tl.arange(0, BLOCK_Q)
-    inside = queries < num_queries
-    row = tl.program_id(1).to(tl.int64) * num_rows + q_start + queries
-    lse = tl.load(LSE + row, mask=inside, other=0.0) * 1.4426950408889634
-    delta = tl.load(DELTA + row, mask=inside, other=0.0)
-    q = _load(Q, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, True)
-    dout = _load(DOUT, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, True)
+    row = tl.program_id(1).to(tl.int64) * num_rows + q_start
+    lse = _load_row(LSE + row, queries, num_queries, EDGES) * 1.4426950408889634
+    delta = _load_row(DELTA + row, queries, num_queries, EDGES)
+    q = _load(Q, first_query, stride_q, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, EDGES)
+    dout = _load(DOUT, first_query, stride_d, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, EDGES)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     bounds = _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
-    for phase in tl.static_range(3):
-        start, stop = _phase(bounds, phase)
-        for first_key in range(start, stop, BLOCK_K):
-            keys = first_key + tl.arange(0, BLOCK_K)
-            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
-            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
+    for edge in tl.static_range(1 + EDGES):
+        for step in range(_num_steps(bounds, BLOCK_K, edge)):
+            first_key = _first_of_step(step, bounds, BLOCK_K, edge)
+            k = _load(K, first_key, stride_k, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, edge)
+            v = _load(V, first_key, stride_v, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, edge)
             scores = _scores(q, k, score_scale, cap_scale, SOFTCAP)
             probs = tl.exp2(scores - lse[:, None])
-            if phase != 1:
+            if edge:
+                keys = first_key + tl.arange(0, BLOCK_K)
                 visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
                 probs = tl.where(visible, probs, 0.0)
             dscores = probs * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
@@ -223,7 +282,7 @@ def dq_kernel(
                 dscores *= 1 - (scores / cap_scale) * (scores / cap_scale)
             dq += tl.dot(dscores.to(k.dtype), k, input_precision="ieee")
     DQ += sample * stride_gb + head * stride_gh + q_start * stride_g
-    _store(DQ, dq * scale, queries, stride_g, num_queries, HEAD_DIM, BLOCK_D)
+    _store(DQ, dq * scale, first_query, stride_g, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, EDGES)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -233,7 +292,7 @@ def dkv_kernel(
     stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
     num_kv_heads, group, num_rows, num_queries, num_keys, lo, hi, score_scale, cap_scale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
-    MANY: tl.constexpr,
+    MANY: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Compute DK and DV [B, G, K, D] in float32 with equal strides, on a grid (blocks of keys, B * G).
 
@@ -246,8 +305,8 @@ def dkv_kernel(
     keys = first_key + tl.arange(0, BLOCK_K)
     K += sample * stride_kb + kv_head * stride_kh + k_start * stride_k
     V += sample * stride_vb + kv_head * stride_vh + k_start * stride_v
-    k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, True)
-    v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, True)
+    k = _load(K, first_key, stride_k, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
+    v = _load(V, first_key, stride_v, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     bounds = _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
@@ -255,18 +314,17 @@ def dkv_kernel(
         Q_h = Q + sample * stride_qb + head * stride_qh + q_start * stride_q
         DOUT_h = DOUT + sample * stride_db + head * stride_dh + q_start * stride_d
         row = (sample * num_kv_heads * group + head) * num_rows + q_start
-        for phase in tl.static_range(3):
-            start, stop = _phase(bounds, phase)
-            for first_query in range(start, stop, BLOCK_Q):
+        for edge in tl.static_range(1 + EDGES):
+            for step in range(_num_steps(bounds, BLOCK_Q, edge)):
+                first_query = _first_of_step(step, bounds, BLOCK_Q, edge)
                 queries = first_query + tl.arange(0, BLOCK_Q)
-                inside = queries < num_queries
-                q = _load(Q_h, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, phase != 1)
-                dout = _load(DOUT_h, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, phase != 1)
-                lse = tl.load(LSE + row + queries, mask=inside, other=0.0) * 1.4426950408889634
-                delta = tl.load(DELTA + row + queries, mask=inside, other=0.0)
+                q = _load(Q_h, first_query, stride_q, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, edge)
+                dout = _load(DOUT_h, first_query, stride_d, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, edge)
+                lse = _load_row(LSE + row, queries, num_queries, edge) * 1.4426950408889634
+                delta = _load_row(DELTA + row, queries, num_queries, edge)
                 scores = _scores(k, q, score_scale, cap_scale, SOFTCAP)
                 probs = tl.exp2(scores - lse[None, :])
-                if phase != 1:
+                if edge:
                     visible = _visible(queries[None, :], keys[:, None], num_queries, num_keys, lo, hi)
                     probs = tl.where(visible, probs, 0.0)
                 dv += tl.dot(probs.to(dout.dtype), dout, input_precision="ieee")
@@ -276,5 +334,5 @@ def dkv_kernel(
                 dk += tl.dot(dscores.to(q.dtype), q, input_precision="ieee")
     DK += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
     DV += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
-    _store(DK, dk * scale, keys, stride_g, num_keys, HEAD_DIM, BLOCK_D)
-    _store(DV, dv, keys, stride_g, num_keys, HEAD_DIM, BLOCK_D)
+    _store(DK, dk * scale, first_key, stride_g, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
+    _store(DV, dv, first_key, stride_g, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.triton_native import MERGE, padded_head_dim
+from ds_hetero.runtime.attention.kernels.triton_blocks import MERGE, padded_head_dim
 
 
 @triton.jit

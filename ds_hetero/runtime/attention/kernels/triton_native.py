@@ -1,4 +1,4 @@
-"""The "triton" kernel: launches the flash attention of `triton_kernels`, and chooses its block sizes."""
+"""The "triton" kernel: launches the flash attention of `triton_kernels`, with the block sizes of `triton_blocks`."""
 
 from __future__ import annotations
 
@@ -6,96 +6,27 @@ import importlib
 import importlib.util
 import os
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hetero.runtime.attention.kernels.interface import Blocks, PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.triton_blocks import (
+    DELTA,
+    BlockSizes,
+    Launch,
+    block_sizes,
+    padded_head_dim,
+)
 from ds_hetero.runtime.devices import copied_to
 
 _LOG2_E = 1.4426950408889634
 
 
-class BlockSizes(NamedTuple):
-    """Sizes with which a Triton kernel is compiled.
-
-    Attributes:
-        queries: in a block that a program processes at a time.
-        keys: in such a block.
-        num_warps: of a program.
-        num_stages: blocks that are loaded ahead.
-    """
-
-    queries: int
-    keys: int
-    num_warps: int = 8
-    num_stages: int = 2
-
-
-class Launch(NamedTuple):
-    """Block sizes of the three kernels that contain matmuls."""
-
-    forward: BlockSizes
-    dq: BlockSizes
-    dkv: BlockSizes
-
-
-# Of the kernels without matmuls; chosen, never measured.
-DELTA = BlockSizes(32, 0)
-MERGE = BlockSizes(64, 0)
-
-
-# By padded head size: for 16-bit numbers on the tensor cores of Ampere and newer GPUs.
-_ON_TENSOR_CORES = {
-    64: Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 128)),
-    128: Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 64)),
-    256: Launch(BlockSizes(64, 32), BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1)),
-}
-# By compute capability, valid up to the next one in the table: sizes in place of those above that would spill
-# registers.
-_WOULD_SPILL = {
-    80: {
-        64: {"forward": BlockSizes(128, 32)},
-        128: {"forward": BlockSizes(128, 32, 8, 1), "dkv": BlockSizes(32, 64, 8, 1)},
-    },
-    86: {128: {"forward": BlockSizes(64, 64)}, 256: {"dq": BlockSizes(32, 32, 4, 1)}},
-    90: {128: {"dkv": BlockSizes(16, 64)}},
-    100: {128: {"dkv": BlockSizes(16, 64, 8, 1)}},
-    120: {
-        64: {"forward": BlockSizes(128, 32), "dq": BlockSizes(128, 32, 8, 1)},
-        128: {"forward": BlockSizes(64, 64), "dkv": BlockSizes(32, 64, 8, 1)},
-    },
-}
-# For all other matmuls: float32, and every type on Volta and Turing.
-_ON_ORDINARY_CORES = {
-    64: Launch(BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1), BlockSizes(16, 32, 8, 1)),
-    256: Launch(*(BlockSizes(16, 16, 8, 1),) * 3),
-}
-
-
-def block_sizes(head_dim: int, capability: int, sixteen_bit: bool) -> Launch:
-    """Return block sizes with which no kernel spills registers, and whose tiles fit into shared memory.
-
-    Chosen by compiling with Triton 3.9: `python -m benchmarks.kernels` compiles all of them for sm75, 80, 86, 89, 90,
-    100 and 120 and fails if one spills. Not timed on any GPU.
-
-    Args:
-        head_dim: D padded to a power of two.
-        capability: of the GPU, ten times the major number plus the minor one, such as 86. One that is not in the table
-            gets the sizes of the next lower one.
-        sixteen_bit: the numbers are float16 or bfloat16.
-    """
-    on_tensor_cores = runs_on_tensor_cores(capability, sixteen_bit)
-    sizes = _ON_TENSOR_CORES if on_tensor_cores else _ON_ORDINARY_CORES
-    dim = next(dim for dim in sizes if head_dim <= dim)
-    smaller = _WOULD_SPILL[max(key for key in _WOULD_SPILL if key <= capability)] if on_tensor_cores else {}
-    return sizes[dim]._replace(**smaller.get(dim, {}))
-
-
-def runs_on_tensor_cores(capability: int, sixteen_bit: bool) -> bool:
-    """Whether Triton 3.9 multiplies such numbers on tensor cores; see `block_sizes`."""
-    return sixteen_bit and capability >= 80
+# Elements between two tokens from which a tensor is copied first: the kernels' offsets within a block of at most 128
+# tokens have 32 bits.
+_LARGEST_STRIDE = 2**24
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
@@ -149,8 +80,7 @@ class TritonKernel:
             *_strides(q, k, v, out),
             *(heads, heads // k.shape[1], *_extents(blocks, q, k)),
             *_score_factors(scores),
-            **_constants(q, sizes, scores.softcap),
-            MANY=isinstance(blocks, PackedBlocks),
+            **_constants(q, k, scores, blocks, sizes),
         )
         return out, lse
 
@@ -163,7 +93,7 @@ class TritonKernel:
         lse = saved.lse.contiguous()
         delta = torch.empty_like(lse)
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        kernels, launch, many = _kernels(), _launch(q), isinstance(blocks, PackedBlocks)
+        kernels, launch = _kernels(), _launch(q)
         kernels.delta_kernel[-(-num_queries // DELTA.queries), batch_size * heads](
             *(out, dout, delta),
             *_strides(out, dout),
@@ -182,8 +112,7 @@ class TritonKernel:
             *_strides(q, k, v, dout, dq),
             *(heads, group, *extents),
             *factors,
-            **_constants(q, launch.dq, scores.softcap),
-            MANY=many,
+            **_constants(q, k, scores, blocks, launch.dq),
         )
         programs, table = _programs(blocks, q, k, launch.dkv.keys, by_keys=True)
         kernels.dkv_kernel[programs, batch_size * k.shape[1]](
@@ -191,8 +120,7 @@ class TritonKernel:
             *_strides(q, k, v, dout, dk),
             *(k.shape[1], group, *extents),
             *factors,
-            **_constants(q, launch.dkv, scores.softcap),
-            MANY=many,
+            **_constants(q, k, scores, blocks, launch.dkv),
         )
         return dq, dk, dv
 
@@ -244,7 +172,8 @@ def _kernels() -> Any:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Return ``x`` with the numbers of a row side by side, and rows near enough for offsets of 32 bits."""
+    return x if x.stride(-1) == 1 and x.stride(2) < _LARGEST_STRIDE else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -259,22 +188,26 @@ def _score_factors(scores: Scores) -> tuple[float, float]:
     return scores.scale / scores.softcap, scores.softcap * _LOG2_E
 
 
-def _constants(q: Tensor, blocks: BlockSizes, softcap: float | None) -> dict[str, int | bool]:
+def _constants(q: Tensor, k: Tensor, scores: Scores, blocks: Blocks, sizes: BlockSizes) -> dict[str, int | bool]:
     """Return the compile-time arguments of a kernel."""
     return {
         "HEAD_DIM": q.shape[3],
-        "BLOCK_Q": blocks.queries,
-        "BLOCK_K": blocks.keys,
+        "BLOCK_Q": sizes.queries,
+        "BLOCK_K": sizes.keys,
         "BLOCK_D": padded_head_dim(q.shape[3]),
-        "SOFTCAP": softcap is not None,
-        "num_warps": blocks.num_warps,
-        "num_stages": blocks.num_stages,
+        "SOFTCAP": scores.softcap is not None,
+        "MANY": isinstance(blocks, PackedBlocks),
+        "EDGES": _has_edges(blocks, q.shape[2], k.shape[2], sizes),
+        "num_warps": sizes.num_warps,
+        "num_stages": sizes.num_stages,
     }
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Return the next power of two that is at least 16, as Triton's matmuls require."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+def _has_edges(blocks: Blocks, num_queries: int, num_keys: int, sizes: BlockSizes) -> bool:
+    """Return False if all queries see all keys and the kernel's blocks fill both, so that nothing is masked."""
+    if isinstance(blocks, PackedBlocks) or num_queries % sizes.queries or num_keys % sizes.keys:
+        return True
+    return blocks.bounds(num_queries, num_keys) != (1 - num_queries, num_keys - 1)
 
 
 def _launch(q: Tensor) -> Launch:
