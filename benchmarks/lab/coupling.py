@@ -106,7 +106,7 @@ def measure(lab: RankLab, plan: CouplingPlan, folder: str) -> dict[str, Any]:
     lab.set_speeds(plan.cluster.cores)
     speeds = lab.describe()
     device = install(folder, lab.rank)
-    replica = make_replica(Plan.of_replicas([plan.schedule]), is_coloured=True)
+    replica = make_replica(Plan.of_replicas([plan.schedule]))
     assert replica.colour_groups, "the ring of the plan has no colours"
     ways = {COUPLED: replace(replica, colour_groups=()), COLOURED: replica}
     passes = {name: _passes(plan, of_way) for name, of_way in ways.items()}

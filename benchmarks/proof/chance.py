@@ -194,7 +194,8 @@ def large_replicas(seed: int) -> ReplicasJob:
         heads = kv_heads * rng.randint(1, 4)
         schedule = random_schedule(rng, size, heads, kv_heads)
         if rng.random() < 0.7:
-            groups = tuple(Group(ranks=(rank,), tokens=(1,), heads=(heads,)) for rank in range(size))
+            # Uneven groups, so that a ring of three or more has communicators by colour.
+            groups = tuple(Group(ranks=(rank,), tokens=(rng.randint(1, 3),), heads=(heads,)) for rank in range(size))
             schedule = replace(schedule, groups=groups, ring=tuple(rng.sample(range(size), size)))
         of_replica = [_placement_by_chance(rng, schedule.shifted(first)) for _ in range(count)]
         first += size

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from benchmarks.proof.events import Call, Event, Message, Wait
 from benchmarks.proof.order import violations
 from ds_hetero.batch.head_table import HeadTable, members_of
-from ds_hetero.batch.ring_colours import ring_colour
+from ds_hetero.batch.ring_colours import num_ring_colours, ring_colour
 from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Transfer
@@ -199,7 +199,7 @@ class AttentionTables:
         Where tags match messages, lanes may overtake.
         """
         unfinished: list[int] = []
-        num_colours = 1  # as jobs have, see `ds_hetero.runtime.replica.make_replica`
+        num_colours = num_ring_colours(self.placement.schedule)  # groups are made for the replica's own schedule
         groups = _RingGroups(schedule, log.rank, num_colours)
         lanes = [self._rounds(log, ring, groups, backward, unfinished) for ring in rings]
         for lane in lanes:

@@ -14,6 +14,11 @@ number of groups the edge that closes it gets a third.
     ring of 5    0 -a- 1 -b- 2 -a- 3 -b- 4 -c- 0
 
 Groups that are not neighbours in the ring may also exchange messages, in lanes of documents. These have colour 0, too.
+
+Why no rank waits for ever, though several communicators are under way: both ends of a message name the same
+communicator, since a colour depends on the two positions alone, in either order. And all ranks post their batches in
+one order: by pass, lane and step, then colour by colour (`ds_hetero.runtime.attention.channel`). So the earliest batch
+that is under way, which waits for no later one, always finds all of its ends; `benchmarks.proof.order` checks this.
 """
 
 from __future__ import annotations
@@ -46,6 +51,8 @@ def ring_colour(position: int, peer: int, num_groups: int) -> int:
 
     Example: in a ring of 5, positions 1 and 2 have colour 1, positions 4 and 0 colour 2.
     """
+    if num_groups < 3:
+        return 0  # each is before and after the other, so the ends would name unlike colours
     if (position + 1) % num_groups == peer:
         first = position
     elif (peer + 1) % num_groups == position:

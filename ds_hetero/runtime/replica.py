@@ -14,7 +14,7 @@ from ds_hetero.batch.ring_colours import num_ring_colours, ring_colour
 from ds_hetero.errors import ScheduleError
 from ds_hetero.runtime.backends import pairs_by_order
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.runtime.process_groups import Pair, ProcessGroups
 from ds_hetero.runtime.ring_groups import RingGroups
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.schedule import Group, Schedule
@@ -100,20 +100,18 @@ class Replica:
         return RingGroups(self.sp_group, self.far_group, self.colour_groups, colour_of_peer)
 
 
-def make_replica(plan: Plan, groups: ProcessGroups | None = None, *, is_coloured: bool = False) -> Replica:
+def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
     """Compare the plans of all ranks, make the process groups of all replicas, and return this rank's replica.
 
     Args:
         plan: of replicas that together have every rank of the world once; the same on every rank.
         groups: process groups of earlier plans, to be used again; None: make all groups.
-        is_coloured: whether the messages of uneven rings go over communicators by colour, see
-            `ds_hetero.batch.ring_colours`. Not yet in jobs: where documents are placed, first messages of one pair of
-            ranks on two of these communicators can wait for each other under NCCL's rules.
 
     Caller: every rank of the world, at start and whenever the plan changes.
     Collectives: one `on_all_ranks` with a fingerprint; one `ProcessGroups.of` for every replica, another one if
         messages between its hosts have their own group, one for every colour of its ring but the first, and one for
-        every all-to-all group, in the same order on every rank.
+        every all-to-all group, in the same order on every rank; then one `Connections.make` for every colour of this
+        rank's ring, if it has several.
 
     Raises:
         ScheduleError: the plans differ between ranks, or do not fit the world; on every rank.
@@ -134,7 +132,7 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None, *, is_coloured
         far_group = None
         if _has_far_group([hosts[member] for member in schedule.ranks]):
             far_group = groups.of(schedule.ranks, "between nodes")
-        num_colours = num_ring_colours(schedule) if is_coloured and pairs_by_order() else 1
+        num_colours = num_ring_colours(schedule) if pairs_by_order() else 1
         colour_groups = tuple(
             groups.of(schedule.ranks, f"ring colour {colour}", connects=False) for colour in range(1, num_colours)
         )
@@ -150,7 +148,28 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None, *, is_coloured
                 colour_groups=colour_groups,
             )
     assert replica is not None
+    if replica.colour_groups:
+        _connect_neighbours(replica, groups)
     return replica
+
+
+def _connect_neighbours(replica: Replica, groups: ProcessGroups) -> None:
+    """Connect the ranks of neighbouring groups that share a sub-ring task, both ways, colour by colour.
+
+    Then no first message of a ring blocks a host inside a step, where it would hold up the other colours. Lanes of
+    documents may also send between groups that are not neighbours; these connect at their first message.
+    """
+    ring_size = replica.schedule.ring_size
+    for colour, process_group in enumerate((replica.sp_group, *replica.colour_groups)):
+        pairs: set[Pair] = set()
+        for position in range(ring_size):
+            after = (position + 1) % ring_size
+            if ring_colour(position, after, ring_size) != colour:
+                continue
+            for task in replica.schedule.sub_rings:
+                one, other = task.owners[position], task.owners[after]
+                pairs |= {(one, other), (other, one)}
+        groups.connections_of(process_group).make(pairs)
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.proof.chance import random_plan
 from benchmarks.proof.events import Call, Event
 from benchmarks.proof.messages import (
+    COLOUR,
     FAR,
     HEAD_DIM,
     AttentionTables,
@@ -29,6 +30,7 @@ from benchmarks.proof.messages import (
     pipeline_step,
 )
 from benchmarks.proof.recording import recording
+from ds_hetero.batch.ring_colours import num_ring_colours
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.gradient_sync.bucket_transfer import BucketTransfer
 from ds_hetero.runtime import replica as replica_module
@@ -43,6 +45,7 @@ from ds_hetero.runtime.replica import Replica, make_replica
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage
 from ds_hetero.values.plans.activation_transfers import held_intervals
+from ds_hetero.values.schedule import Group, Schedule
 from tests.dist.attention.cases import Case, case_by_heads, moved_case, random_case, routed_case
 from tests.support import run_ranks
 
@@ -127,6 +130,38 @@ def _attention_steps(rank: int, kind: str, num_cases: int) -> tuple[list[Any], l
             tables.post(log, backward=True)
             made.append(_told(log.events))
     return recorded, made
+
+
+@pytest.mark.parametrize("tokens", [(3, 1, 2), (4, 1, 1, 2)], ids=["three colours", "two colours"])
+def test_a_ring_by_colour_sends_nothing_first_inside_a_step(tokens: tuple[int, ...]) -> None:
+    """The start connects every pair of ranks on every communicator over which the ring sends."""
+    assert all(run_ranks(_connected_at_the_start, len(tokens), tokens, nccl_rules=False))
+
+
+def _connected_at_the_start(rank: int, tokens: tuple[int, ...]) -> bool:
+    groups = tuple(Group(ranks=(member,), tokens=(count,), heads=(4,)) for member, count in enumerate(tokens))
+    schedule = Schedule(num_heads=4, num_kv_heads=2, groups=groups)
+    made = ProcessGroups()
+    with _as_on_nccl(), recording() as events:
+        make_replica(Plan.of_replicas([schedule]), made)
+    names = _names_of(made)
+    connected = {(names[call.communicator], end) for call in _with_messages(events) for end in _ends(call)}
+    placement = stream_placement(schedule, 8 * sum(tokens), (Rows(0, 1, ((0, 8 * sum(tokens)),)),))
+    tables, log = AttentionTables(placement, causal=False), Log(rank, by_order=True)
+    tables.post(log, backward=False)
+    tables.post(log, backward=True)
+    used = {(call.communicator, end) for call in _with_messages(log.events) for end in _ends(call)}
+    assert len({communicator for communicator, _ in used}) > 1
+    return used <= connected
+
+
+def _with_messages(events: Sequence[Event]) -> list[Call]:
+    return [event for event in events if isinstance(event, Call) and event.messages]
+
+
+def _ends(call: Call) -> set[tuple[bool, int]]:
+    """Direction and peer of a call's messages."""
+    return {(message.sends, message.peer) for message in call.messages}
 
 
 def _agreed(case: Case, replica: Replica) -> BatchLayout:
@@ -252,6 +287,8 @@ def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
     if stage.schedule is None:
         return None
     sp_group, far_group = groups.of(stage.ranks), groups.of(stage.ranks, FAR)
+    num_colours = num_ring_colours(stage.schedule)
+    colours = [groups.of(stage.ranks, f"{COLOUR} {colour}", connects=False) for colour in range(1, num_colours)]
     a2a = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in stage.schedule.ring_groups]
     if rank not in stage.ranks:
         return None
@@ -261,4 +298,5 @@ def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
         sp_group=sp_group,
         a2a_group=a2a[stage.schedule.ring_position(rank)],
         far_group=far_group,
+        colour_groups=tuple(colours),
     )

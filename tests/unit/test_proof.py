@@ -360,6 +360,15 @@ def test_messages_of_a_round_that_are_not_posted_together_lock(monkeypatch):
     assert any(text.startswith("calls that wait for each other") for text in found)
 
 
+def test_ends_of_a_message_that_name_unlike_colours_never_meet(monkeypatch):
+    """In a ring of two groups each is before and after the other, which one of them has to overlook."""
+    job = large_replicas(55)  # lanes exchange heads in two groups, in a replica whose ring has colours
+    assert list(job.violations(True)) == []
+    real = messages.ring_colour
+    monkeypatch.setattr(messages, "ring_colour", lambda at, peer, size: at if size == 2 else real(at, peer, size))
+    assert list(large_replicas(55).violations(True))
+
+
 def test_lanes_in_another_order_on_one_rank_meet_other_messages(monkeypatch):
     real = messages.AttentionTables._post_rings
 

@@ -15,6 +15,7 @@ pairs.
     WORLD, messages_group,  the job                  yes          none
       DeepSpeed's
     sequence parallelism    a replica                yes          ranks of the neighbouring groups of the ring
+    colours of the ring     a replica                no           as sequence parallelism: 1, or 2 in odd rings
     Ulysses all-to-all      a group of the ring      yes          all its ranks
     far group               a replica of more nodes  yes          as sequence parallelism, on other nodes
     zero_within in a node   a node                   yes          none
@@ -39,6 +40,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ds_hetero.batch.ring_colours import EVEN_RING, colours_of_ring
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Node
 from ds_hetero.common.arrays import Floats
@@ -194,6 +196,8 @@ class Communicators:
     by_node: tuple[Channels, ...]  # of a communicator inside each node
     fixed_bytes_D: Floats  # bytes of the communicators that every grouping has
     covered_bytes_D: Floats  # bytes that the reserve of a device covers
+    speed_D: Floats  # FLOPs per second in attention
+    memory_D: Floats  # bytes
     # Results of `bytes_beyond_reserve_D`: a search asks for the same grouping with many tokens and heads.
     _by_grouping: WeakKeyDictionary[Grouping, Floats] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
@@ -221,7 +225,15 @@ class Communicators:
             ]
             fixed_bytes_D += np.array(of_node)[cluster.node_of_rank]
         covered_bytes_D = np.array([_covered_bytes(device) for device in cluster.devices])
-        return cls(replica=replica, by_node=by_node, fixed_bytes_D=fixed_bytes_D, covered_bytes_D=covered_bytes_D)
+        devices = cluster.devices
+        return cls(
+            replica=replica,
+            by_node=by_node,
+            fixed_bytes_D=fixed_bytes_D,
+            covered_bytes_D=covered_bytes_D,
+            speed_D=np.array([device.peak_flops_per_s * device.efficiency.attention_forward for device in devices]),
+            memory_D=np.array([device.memory_bytes for device in devices], dtype=np.float64),
+        )
 
     def bytes_beyond_reserve_D(self, grouping: Grouping) -> Floats:
         """Bytes of communicators that every rank's reserve does not cover, ``[D]``."""
@@ -249,8 +261,7 @@ class Communicators:
         group_spans_nodes_D = on_node_D < size_D
         if not group_spans_nodes_D.any():
             return np.asarray(inside_D, dtype=np.float64)
-        local_peer_bytes = self.replica.message_bytes(1) - self.replica.message_bytes(0)
-        between_D = self.replica.message_bytes(0) + local_peer_bytes * (on_node_D - 1)
+        between_D = self.replica.message_bytes(0) + self._local_peer_bytes * (on_node_D - 1)
         if has_group_communicators:
             between_D = between_D + self.replica.collective_bytes(grouping.cluster.num_ranks)
         return np.where(group_spans_nodes_D, between_D, inside_D)
@@ -259,7 +270,8 @@ class Communicators:
         """Bytes of every rank for messages to and from the neighbouring groups of the ring, ``[D]``.
 
         All peers count as ranks of the same node, which need more. A rank of a group of 2 that follows a group of 4 has
-        two peers there; the third that it gets where heads are cut unevenly is not counted.
+        two peers there; the third that it gets where heads are cut unevenly is not counted. The colours of the ring
+        (`ds_hetero.batch.ring_colours`) have communicators of their own; the connections are shared among them.
         """
         num_groups = grouping.num_groups
         if num_groups == 1:
@@ -267,8 +279,24 @@ class Communicators:
         sizes_K = grouping.sizes
         neighbours = (1,) if num_groups == 2 else (1, -1)
         peers_K = sum(np.ceil(np.roll(sizes_K, -shift) / sizes_K) for shift in neighbours)
-        local_peer_bytes = self.replica.message_bytes(1) - self.replica.message_bytes(0)
-        return np.asarray(self.replica.message_bytes(0) + local_peer_bytes * np.asarray(peers_K)[grouping.group_of])
+        remote_bytes, local_peer_bytes = self.replica.message_bytes(0), self._local_peer_bytes
+        needed_D = remote_bytes + local_peer_bytes * np.asarray(peers_K)[grouping.group_of]
+        if num_groups > 2 and self._is_uneven(grouping):
+            of_colour = TABLE_BYTES * self.replica.num_message_channels + remote_bytes
+            needed_D = needed_D + (colours_of_ring(num_groups) - 1) * of_colour
+        return np.asarray(needed_D)
+
+    @property
+    def _local_peer_bytes(self) -> float:
+        """Bytes for messages with one peer of the same node."""
+        return self.replica.message_bytes(1) - self.replica.message_bytes(0)
+
+    def _is_uneven(self, grouping: Grouping) -> bool:
+        """Whether the groups may get unlike numbers of tokens: they differ in speed or in memory."""
+        return any(
+            float(of_group.max()) > EVEN_RING * float(of_group.min())
+            for of_group in (grouping.by_group(np.add, self.speed_D), grouping.by_group(np.add, self.memory_D))
+        )
 
 
 def stage_communicator_bytes(

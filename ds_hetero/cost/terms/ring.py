@@ -20,8 +20,8 @@ has also posted. Such a ring is *coupled*, and group p begins step t + 1 only af
 
     S_p(t + 1)  = max(E_p(t), R_p(t + 1), R_{p+1}(t + 1))
 
-Jobs run coupled rings on NCCL, see ``is_coloured`` of `ds_hetero.runtime.replica.make_replica`. Predictions do not
-count the coupling, so uneven rings of three and more groups may be slower there than predicted.
+Predictions do not count it: uneven rings of three and more groups have communicators by colour, in even ones it costs
+next to nothing. Lanes of documents between groups that are not neighbours are coupled, which is not counted either.
 
 Example: tokens 4:4:1:1 on speeds 4:4:1:1, free transfers. A step on a block of n tokens takes n s on
 every group, so the ring takes 10 s. Coupled, groups wait for neighbours that still work on blocks of 4 tokens: 12 s.

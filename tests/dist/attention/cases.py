@@ -96,7 +96,8 @@ def routed_case(seed: int, world_size: int) -> Case:
     case.sinks = False
     if rng.random() < 0.7:
         heads = case.schedule.num_heads
-        groups = tuple(Group(ranks=(rank,), tokens=(1,), heads=(heads,)) for rank in range(world_size))
+        tokens = [rng.randint(1, 3) for _ in range(world_size)]  # uneven: such a ring has communicators by colour
+        groups = tuple(Group(ranks=(rank,), tokens=(tokens[rank],), heads=(heads,)) for rank in range(world_size))
         case.schedule = replace(case.schedule, groups=groups, ring=tuple(rng.sample(range(world_size), world_size)))
         case.placement = random_placement(rng, case.schedule, _spans(case.documents), widest=rng.random() < 0.7)
     case.placement = with_nodes(rng, case.placement)
@@ -110,7 +111,7 @@ def case_by_heads(seed: int, nodes: int, per_node: int) -> Case:
     case = random_case(seed, world_size, by_documents=True)
     case.sinks = False
     ranks, heads = rng.sample(range(world_size), world_size), case.schedule.num_heads
-    groups = tuple(Group(ranks=(rank,), tokens=(1,), heads=(heads,)) for rank in ranks)
+    groups = tuple(Group(ranks=(rank,), tokens=(rng.randint(1, 3),), heads=(heads,)) for rank in ranks)
     case.schedule = replace(case.schedule, groups=groups, ring=tuple(range(world_size)))
     placement = random_placement(rng, case.schedule, _spans(case.documents), widest=True)
     case.placement = with_lanes_by_heads(rng, placement, nodes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from ds_hetero.batch.ring_colours import colours_of_ring, num_ring_colours, ring_colour
@@ -23,6 +25,16 @@ def test_no_group_sends_and_receives_in_one_colour(num_groups: int) -> None:
         assert of_edges == (ring_colour(before, group, num_groups), ring_colour(after, group, num_groups))
         colours.update(of_edges)
     assert colours == set(range(colours_of_ring(num_groups)))
+
+
+@pytest.mark.parametrize("num_groups", range(1, 12))
+def test_both_ends_of_a_message_name_one_colour(num_groups: int) -> None:
+    for position, peer in product(range(num_groups), repeat=2):
+        assert ring_colour(position, peer, num_groups) == ring_colour(peer, position, num_groups)
+
+
+def test_two_groups_have_one_colour() -> None:
+    assert ring_colour(0, 1, 2) == ring_colour(1, 0, 2) == 0
 
 
 def test_colours_of_a_small_and_an_odd_ring() -> None:

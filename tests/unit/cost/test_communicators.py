@@ -81,8 +81,10 @@ def test_bytes_of_schedules_by_hand() -> None:
     assert bytes_of([0, 1], [2, 3]) == [4 * collective + of_two + of_peer + of_peer - reserve] * 4
     # Rank 2 has the messages of all ranks of the other group; they share its one head with it.
     uneven = bytes_of([0, 1], [2], [3])
-    assert uneven[2] == 4 * collective + (2 + 1) * of_peer - reserve
-    assert uneven[0] == 4 * collective + of_two + of_peer + (1 + 1) * of_peer - reserve
+    # Groups of 2 and 1 ranks have unlike tokens, and an odd ring has three colours: two more communicators are made.
+    of_colours = 2 * TABLE_BYTES * 32
+    assert uneven[2] == 4 * collective + (2 + 1) * of_peer + of_colours - reserve
+    assert uneven[0] == 4 * collective + of_two + of_peer + (1 + 1) * of_peer + of_colours - reserve
 
 
 def test_groups_of_several_nodes_share_one_buffer_for_messages_of_the_network() -> None:
