@@ -292,7 +292,13 @@ def test_the_answer_has_25_lines_of_80_columns(cards: tuple[str, ...]) -> None:
 
 
 def _best_kind(line: str) -> str:
-    words = {"sequence parallelism": SEQUENCE, "a batch for": BATCH, "pipeline": PIPELINES, "one GPU": ONE}
+    words = {
+        "sequence parallelism": SEQUENCE,
+        "a batch for": BATCH,
+        "pipeline": PIPELINES,
+        "replicas over": PIPELINES,  # of one stage each
+        "one GPU": ONE,
+    }
     return next(kind for text, kind in words.items() if text in line)
 
 
