@@ -170,6 +170,8 @@ def _ms_swift(job: Job) -> list[str]:
         "dataset": job.inputs / DATA,
         "max_length": _LENGTH,
         "torch_dtype": "float32",
+        "fp16": "false",  # else it trains weights of float32 under fp16
+        "bf16": "false",
         "attn_impl": "sdpa",
         "output_dir": job.folder / "output",
         "per_device_train_batch_size": job.batch_size,
