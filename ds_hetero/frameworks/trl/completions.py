@@ -95,8 +95,6 @@ def _unwrap_model_for_generation(
 
 def expect_tried(trainer: Any) -> None:
     """Refuse options with which trainers that generate completions were not tried. Raises `ConfigError` with all."""
-    from transformers import ProcessorMixin
-
     is_requested = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -104,7 +102,7 @@ def expect_tried(trainer: Any) -> None:
         "rollout_func": getattr(trainer, "rollout_func", None) is not None,
         "tools": bool(getattr(trainer, "tools", None)),
         "environment_factory": getattr(trainer, "environment_factories", None) is not None,
-        "a processor of images": isinstance(trainer.processing_class, ProcessorMixin),
+        "a processor of images": hasattr(trainer.processing_class, "tokenizer"),  # TRL takes it or a tokenizer
         "a loss of routers (router_aux_loss_coef=0 leaves it out)": trainer.aux_loss_enabled,
     }
     refused = [name for name, requested in is_requested.items() if requested]
