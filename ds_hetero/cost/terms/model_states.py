@@ -88,21 +88,23 @@ def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
     return sum(size for _, stage, size in _bytes_from_stage(model, workload) if stage <= workload.zero_stage)
 
 
-def partitioned_parts(parts: MemoryParts, workload: Workload, experts: DividedExperts) -> Floats:
+def partitioned_parts(parts: MemoryParts, workload: Workload, experts: DividedExperts | None = None) -> Floats:
     """Bytes of a rank's ZeRO partitions in one phase, ``[D]``: the part of its memory that grows with its weight.
 
     Args:
-        experts: states in ``parts`` that ZeRO does not partition. Of a phase in which they are only in part there, they
-            are taken off whole, so that a rank's partition is rather too small than too large.
+        experts: states in ``parts`` that ZeRO does not partition; None if there are none. Of a phase in which they are
+            only in part there, they are taken off whole, so that a partition is rather too small than too large.
     """
+    partitioned_from = {"optimizer_state": 1, "gradients": 2, "weights": 3, "step": 1}
+    names = [name for name, stage in partitioned_from.items() if stage <= workload.zero_stage]
+    if experts is None:
+        return np.asarray(sum(getattr(parts, name) for name in names))
     of_experts = {
         "optimizer_state": experts.optimizer_D,
         "gradients": experts.gradients_D,
         "weights": experts.weights_D,
         "step": experts.step_D,
     }
-    partitioned_from = {"optimizer_state": 1, "gradients": 2, "weights": 3, "step": 1}
-    names = [name for name, stage in partitioned_from.items() if stage <= workload.zero_stage]
     return np.asarray(sum(np.maximum(getattr(parts, name) - of_experts[name], 0.0) for name in names))
 
 
