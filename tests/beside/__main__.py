@@ -34,8 +34,6 @@ FOLDER = ROOT / ".cache" / "frameworks"
 TOLERANCE = 1e-5
 """Of losses, gradient norms and weights in fp32; that of the other tests of parity."""
 
-# Exactly this build: torchvision from PyPI does not load beside one with a local version, such as 2.13.0+cpu.
-_TORCH = "torch===2.13.0"
 _SHOWN = ("transformers", "accelerate", "deepspeed", "trl", "peft", "torch")
 _TIMEOUT_S = 600  # of one training; it takes 15 to 40 s on two idle cores
 
@@ -57,7 +55,7 @@ class Trained(NamedTuple):
 def run_framework(name: str, framework: Framework) -> dict[str, Any]:
     """Install a framework unless it is, train its recipe in all three ways, and return what to keep of it."""
     folder = FOLDER / name
-    python = make_environment(folder, framework.installs)
+    python = make_environment(folder, framework.torch, framework.installs)
     _run([python, "-m", "tests.beside.inputs", folder / "inputs"], folder, "inputs")
     runs = {sharing: train(framework, folder, sharing) for sharing in (ONE_PROCESS, *SHARINGS)}
     return summarize(framework, python, runs)
@@ -115,11 +113,11 @@ def _steps(runs: Mapping[str, Trained]) -> str:
     return "\n".join(lines)
 
 
-def make_environment(folder: Path, installs: tuple[str, ...]) -> Path:
+def make_environment(folder: Path, torch: str, installs: tuple[str, ...]) -> Path:
     """Make an environment with a framework and this engine, unless it was made; return its Python."""
     python = folder / "bin" / "python"
     mark = folder / "installed"
-    packages = (_TORCH, *installs)
+    packages = (torch, *installs)
     if mark.exists() and mark.read_text() == "\n".join(packages):
         return python
     started = time.monotonic()
@@ -128,7 +126,7 @@ def make_environment(folder: Path, installs: tuple[str, ...]) -> Path:
     assert interpreter, "python3.11 is not on the path"
     subprocess.run([interpreter, "-m", "venv", folder], check=True)
     pins = folder / "pins.txt"
-    pins.write_text(_TORCH)
+    pins.write_text(torch)
     for call in (*packages, f"--editable {ROOT}"):
         print(f"{folder.name}: pip install {call}", flush=True)
         subprocess.run([python, "-m", "pip", "-qq", "install", "--no-compile", "-c", pins, *call.split()], check=True)

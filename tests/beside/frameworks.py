@@ -93,6 +93,8 @@ class Framework:
         module: trains on the ranks of a launcher, see ``python -m ds_hetero.run -m``.
         arguments: writes the recipe of a job and returns the arguments of the command or module.
         zero_stage: of the recipe.
+        torch: what pip installs first. ``===`` takes no build with a local version, such as 2.13.0+cpu: torchvision
+            from PyPI does not load beside it.
     """
 
     title: str
@@ -102,6 +104,7 @@ class Framework:
     module: str
     arguments: Callable[[Job], list[str]]
     zero_stage: int = 2
+    torch: str = "torch===2.13.0"
 
 
 # Names that all three take over from transformers. The large epsilon keeps AdamW from making a step of full size
@@ -196,6 +199,7 @@ FRAMEWORKS = {
         installs=("axolotl==0.19.0", "deepspeed==0.19.8"),
         command=("axolotl", "train", "--launcher", "python"),
         module="axolotl.cli.train",
+        torch="torch==2.13.0",  # a build for CPUs, if pip finds one: without GPUs it does not start beside one for GPUs
         arguments=_axolotl,
         zero_stage=3,  # on other stages it loads the model onto the GPU of the rank's number, also without GPUs
     ),
