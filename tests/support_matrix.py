@@ -634,7 +634,7 @@ _FEATURE_ROWS = (
         note="one replica; fp32, or bf16 with ZeRO 1 and 2; models of transformers' registry of experts",
     ),
     Row(
-        what="`experts` with the Trainer, ZeRO-3, replicas, fp16, bf16 without ZeRO, offload, `elastic` or `replan`",
+        what="`experts` with the Trainer, ZeRO-3, replicas, fp16, bf16 on ZeRO-0, offload, `elastic` or `replan`",
         status="refused",
         tests=(_EXPERTS + "test_what_is_not_built_is_refused_by_name_on_every_rank",),
     ),

@@ -1,7 +1,7 @@
 """How the experts of a layer are divided among ranks, and the weights that this takes out of the rest of the model.
 
-Experts that are divided live on one rank each, with gradients and optimizer state. ZeRO neither partitions nor gathers
-them. Everything else of the model is trained as before: `ds_hetero.cost.terms.trained` counts it without them.
+Every divided expert is on one rank, with its gradients and optimizer state, which ZeRO neither partitions nor gathers.
+Everything else of the model is trained as before: `ds_hetero.cost.terms.trained` counts it without them.
 
 Dimension key: D ranks.
 """
