@@ -3,6 +3,7 @@
     .ci/matrix                              # every row, and the table
     .ci/matrix oldest newest                # some rows; the results of the others stay as they are
     .ci/matrix --failed                     # of all rows or some, the tests alone that failed or were skipped on record
+    .ci/matrix --oldest                     # the oldest frameworks beside this torch, as CI does; not on record
     .ci/matrix --single torch-2.9.1         # the newest with one other release, which is printed and not on record
     .ci/matrix --list                       # the rows
     .ci/matrix --write                      # the table alone, from tests/matrix.json
@@ -115,6 +116,17 @@ SUITE = tuple(
     )
 )
 """Every test trains or resumes on two to five CPU ranks and compares the outcome with one process."""
+
+OLDEST = Row(python="{}.{}".format(*sys.version_info), deepspeed="0.18.4", transformers="5.6.0", accelerate="1.12.0")
+"""What CI runs beside the newest: an environment that the installer makes in seconds."""
+SUITE_OF_OLDEST = (
+    *("-m", "not slow"),
+    *SUITE,
+    "tests/integration/models/test_features.py",
+    "tests/integration/zero/test_zero3.py",
+    "tests/integration/zero/test_rare_parameters.py",
+    "tests/unit/test_framework_surface.py",
+)
 
 
 def run_row(name: str, row: Row, suite: Sequence[str] = SUITE) -> dict[str, Any]:
@@ -297,12 +309,18 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to run; all without any")
     parser.add_argument("--list", action="store_true", help="print the rows")
     parser.add_argument("--single", metavar="PACKAGE-RELEASE", help="run the newest with one other release")
+    parser.add_argument("--oldest", action="store_true", help="run the oldest frameworks with this Python and torch")
     parser.add_argument("--failed", action="store_true", help="run only tests that failed, or were skipped, on record")
     parser.add_argument("--write", action="store_true", help="write the table from the results on record")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{name}: {' '.join(row.requirements())}" for name, row in ROWS.items()))
         return 0
+    if options.oldest:
+        failed = run_row("oldest-here", OLDEST, SUITE_OF_OLDEST)["failed"]
+        if failed:
+            print((FOLDER / "oldest-here" / "output.txt").read_text())
+        return int(bool(failed))
     if options.single:
         return int(bool(run_row(options.single, single(options.single))["failed"]))
     unknown = [name for name in options.rows if name not in ROWS]
