@@ -129,7 +129,7 @@ def compute_loss(
     compute_stock = functools.partial(stock, trainer, model)
     steps = unlike_steps(registry, trainer) if trainer.model.training else None
     if steps is not None:
-        return _loss_of_unlike_batch(compute_stock, trainer, steps, model, inputs, return_outputs, num_items_in_batch)
+        return _loss_of_unlike_batch(stock, trainer, steps, model, inputs, return_outputs, num_items_in_batch)
     split = split_of(registry, trainer)
     takes_whole = wanted_results() is not None
     if split is not None and takes_whole and _smooths_by_micro_batch(trainer, inputs, num_items_in_batch):
@@ -145,7 +145,7 @@ def compute_loss(
 
 
 def _loss_of_unlike_batch(
-    compute_stock: Function,
+    stock: Function,
     trainer: Trainer,
     steps: UnlikeSteps,
     model: Any,
@@ -155,13 +155,14 @@ def _loss_of_unlike_batch(
 ) -> object:
     """Compute the loss of a batch that only this rank has."""
     if steps.is_scaling:  # a subclass's compute_loss has called super(); its loss is scaled afterwards
-        result: Any = compute_stock(inputs, return_outputs, num_items_in_batch)
+        result: Any = stock(trainer, model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is not None:
             steps.note_multiplied(result[0] if return_outputs else result)
         return result
 
-    def compute(_: object, batch: Batch, num_items: torch.Tensor | None) -> Any:
-        return compute_stock({**batch}, True, num_items)  # a copy, because stock may pop entries
+    # Probes of samples pass the model without its engine, whose backward would begin a step.
+    def compute(given: object, batch: Batch, num_items: torch.Tensor | None) -> Any:
+        return stock(trainer, given, {**batch}, True, num_items)  # a copy, because stock may pop entries
 
     loss, outputs = steps.scaled_loss(compute, model, inputs, num_items_in_batch, multiplies_by_ranks=True)
     _set_whether_scaled(trainer, scaled=True)
