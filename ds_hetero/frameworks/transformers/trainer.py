@@ -35,6 +35,7 @@ from ds_hetero.frameworks.transformers.trainer_loss import (
     compute_loss,
     get_batch_samples,
     prepare_inputs,
+    set_whether_scaled,
     track_num_input_tokens,
 )
 from ds_hetero.frameworks.transformers.trainer_modes import calls_sharded, is_alone, takes_whole_batches
@@ -97,6 +98,7 @@ def _training_step(registry: Registry, stock: Function, trainer: Trainer, *args:
     """
     steps = unlike_steps(registry, trainer)
     if steps is not None and steps.has_own_compute_loss:
+        set_whether_scaled(trainer, scaled=True)
         with steps.scaling_own_loss():
             return stock(trainer, *args, **kwargs)
     if wanted_results() is None:

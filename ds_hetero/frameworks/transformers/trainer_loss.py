@@ -63,7 +63,7 @@ def _draw_batches(
     """Return what `get_batch_samples` returns, without counting the batches of the epoch."""
     steps = unlike_steps(registry, trainer)
     if steps is not None:
-        _set_whether_scaled(trainer, scaled=True)
+        set_whether_scaled(trainer, scaled=True)
         return steps.read_step(epoch_iterator, num_batches, device)
     split = split_of(registry, trainer)
     if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
@@ -124,7 +124,7 @@ def compute_loss(
     """
     if registry.is_pipelined(trainer.model):
         outputs = trainer.deepspeed(**inputs)  # in evaluation, ``model`` is the model without its engine
-        _set_whether_scaled(trainer, scaled=True)
+        set_whether_scaled(trainer, scaled=True)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
     compute_stock = functools.partial(stock, trainer, model)
     steps = unlike_steps(registry, trainer) if trainer.model.training else None
@@ -140,7 +140,7 @@ def compute_loss(
         loss, outputs = _custom_loss_of_shard(split, model, inputs, num_items_in_batch)
     else:
         loss, outputs = _model_loss_of_shard(registry, trainer, split, model, inputs, num_items_in_batch)
-    _set_whether_scaled(trainer, scaled=num_items_in_batch is not None)
+    set_whether_scaled(trainer, scaled=num_items_in_batch is not None)
     return (loss, outputs) if return_outputs else loss
 
 
@@ -165,7 +165,7 @@ def _loss_of_unlike_batch(
         return stock(trainer, given, {**batch}, True, num_items)  # a copy, because stock may pop entries
 
     loss, outputs = steps.scaled_loss(compute, model, inputs, num_items_in_batch, multiplies_by_ranks=True)
-    _set_whether_scaled(trainer, scaled=True)
+    set_whether_scaled(trainer, scaled=True)
     return (loss, outputs) if return_outputs else loss
 
 
@@ -276,7 +276,7 @@ def _loss_of_shard(
     return loss
 
 
-def _set_whether_scaled(trainer: Trainer, *, scaled: bool) -> None:
+def set_whether_scaled(trainer: Trainer, *, scaled: bool) -> None:
     """Tell the Trainer whether the loss is already divided by the number of micro-batches in a step.
 
     Releases without ``loss_is_scaled_for_ga`` divide every loss, unless the model takes ``num_items_in_batch``. With

@@ -188,6 +188,20 @@ def _class_weights() -> tuple[type, dict[str, Any]]:
     return Weighted, {}
 
 
+def _means_of_micro_batches() -> tuple[type, dict[str, Any]]:
+    from transformers import Trainer
+
+    class Means(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False  # the Trainer divides by the number of micro-batches
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, return_outputs)
+
+    return Means, {}
+
+
 def _loss_function() -> tuple[None, dict[str, Any]]:
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
         logits, moved = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -206,6 +220,7 @@ def _sft() -> tuple[type, dict[str, Any]]:
 TRAINERS: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], str | None]] = {
     "compute_loss": (_own_loss, "token_mean"),
     "class weights": (_class_weights, None),
+    "means of micro-batches": (_means_of_micro_batches, None),
     "compute_loss_func": (_loss_function, None),
     "SFTTrainer": (_sft, None),
 }
@@ -217,7 +232,8 @@ def _train(rank: int, stage: int | None, name: str) -> Any:
 
     make, unit = TRAINERS[name]
     kind, more = make()
-    options: dict[str, Any] = {"dataset": samples(16 if name == "class weights" else 12)}
+    is_accumulated = name in ("class weights", "means of micro-batches")
+    options: dict[str, Any] = {"dataset": samples(16 if is_accumulated else 12)}
     if name == "SFTTrainer":
         from datasets import Dataset
         from trl import SFTConfig
@@ -237,7 +253,7 @@ def _train(rank: int, stage: int | None, name: str) -> Any:
     batch = sum(BATCH) if stage is None else sum(BATCH) // 2
     if kind is not None and name != "SFTTrainer":
         options["more"] = {"eval_dataset": None}
-    accumulated = 2 if name == "class weights" else 1
+    accumulated = 2 if is_accumulated else 1
     trainer = make_trainer(
         ds, 0, kind, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated, **options
     )
