@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from ds_hetero.common.name_rows import NameRow
 from ds_hetero.engine.arguments import ARGUMENTS, Argument
 from ds_hetero.frameworks.deepspeed.keys import KEYS, Key
 from ds_hetero.frameworks.transformers.model.model_checks import ADAPTERS
+from tests.generated_places import with_generated
 from tests.integration.models.test_quantized import parity_table
 from tests.support import ROOT
 
@@ -62,7 +62,7 @@ class Page(NamedTuple):
             f"{self.name}s": "\n".join([f"| {self.name} | here | remark |", "|---|---|---|", *lines]),
         }
         for name, table in tables.items():
-            text = _with_table(text, name, table)
+            text = with_generated(text, name, table)
         return text
 
     def _remark(self, row: NameRow) -> str:
@@ -81,14 +81,7 @@ class ParityPage(NamedTuple):
 
     def with_tables(self) -> str:
         """See `Page.with_tables`."""
-        return _with_table(self.path.read_text(), self.name, parity_table())
-
-
-def _with_table(text: str, name: str, table: str) -> str:
-    place = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-    text, count = re.subn(place, lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
-    assert count == 1, f"a page has {count} places for {name!r}"
-    return text
+        return with_generated(self.path.read_text(), self.name, parity_table())
 
 
 def _of_key(key: Key) -> list[str]:

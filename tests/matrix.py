@@ -24,7 +24,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tests.generated_places import with_generated
 from tests.release import find_pythons
 from tests.support import ROOT
 
@@ -291,10 +291,7 @@ _SHOWN = {
 
 def with_table(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page with the table replaced."""
-    place = r"(<!-- begin matrix -->\n).*?(<!-- end matrix -->)"
-    text, count = re.subn(place, lambda match: f"{match[1]}{render(results)}\n{match[2]}", page, flags=re.DOTALL)
-    assert count == 1, f"{PAGE.name} has {count} places for the table"
-    return text
+    return with_generated(page, "matrix", render(results))
 
 
 def read_results() -> dict[str, dict[str, Any]]:

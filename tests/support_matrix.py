@@ -8,11 +8,11 @@ every model of `tests/integration/models/test_models.py` has a row.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.generated_places import with_generated
 from tests.integration.architectures import CAUSAL, MASKED
 from tests.planned_table import render_planned
 from tests.support import ROOT
@@ -780,10 +780,7 @@ def with_tables(page: Path) -> str:
     }
     text = page.read_text()
     for name in PAGES[page]:
-        place = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        new = tables[name]
-        text, count = re.subn(place, lambda match, new=new: f"{match[1]}{new}\n{match[2]}", text, flags=re.DOTALL)
-        assert count == 1, f"{page.name} has {count} places for the table {name!r}"
+        text = with_generated(text, name, tables[name])
     return text
 
 

@@ -24,6 +24,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_hetero.frameworks.trl.names import WORKS, WORKS_BY_TOKENS
+from tests.generated_places import with_generated
 from tests.support import ROOT
 
 RECORD = Path(__file__).with_name("versions.json")
@@ -128,10 +129,7 @@ def _row(needs: list[str], releases: dict[str, list[str]]) -> tuple[list[str], l
 
 def with_table(page: str, record: dict[str, Any]) -> str:
     """Return the page with the table replaced."""
-    place = r"(<!-- begin installs -->\n).*?(<!-- end installs -->)"
-    text, count = re.subn(place, lambda match: f"{match[1]}{render(record)}\n{match[2]}", page, flags=re.DOTALL)
-    assert count == 1, f"{PAGE.name} has {count} places for the table"
-    return text
+    return with_generated(page, "installs", render(record))
 
 
 def _lines(record: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.beside.frameworks import FRAMEWORKS, ONE_PROCESS, SHARINGS, STEPS, Framework, Job
+from tests.generated_places import with_generated
 from tests.support import ROOT
 
 RESULTS = Path(__file__).with_name("losses.json")
@@ -237,10 +238,7 @@ def largest_difference(result: Mapping[str, Any]) -> float:
 
 def with_table(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page with the table replaced."""
-    place = r"(<!-- begin losses -->\n).*?(<!-- end losses -->)"
-    text, count = re.subn(place, lambda match: f"{match[1]}{render(results)}\n{match[2]}", page, flags=re.DOTALL)
-    assert count == 1, f"{PAGE.name} has {count} places for the table"
-    return text
+    return with_generated(page, "losses", render(results))
 
 
 def read_results() -> dict[str, dict[str, Any]]:
