@@ -105,7 +105,9 @@ def partitioned_parts(parts: MemoryParts, workload: Workload, experts: DividedEx
         "weights": experts.weights_D,
         "step": experts.step_D,
     }
-    return np.asarray(sum(np.maximum(getattr(parts, name) - of_experts[name], 0.0) for name in names))
+    # Not below 0: in some phases a part of the experts' states is not there.
+    of_rest = (np.maximum(getattr(parts, name) - of_experts[name], 0.0) for name in names)
+    return np.asarray(sum(of_rest))
 
 
 def owned_share_D(workload: Workload, cluster: Cluster) -> Floats:

@@ -98,6 +98,7 @@ def _training_step(registry: Registry, stock: Function, trainer: Trainer, *args:
     """
     steps = unlike_steps(registry, trainer)
     if steps is not None and steps.has_own_compute_loss:
+        # The loop counts the micro-batches anew after it has drawn them, so this is said at each of them.
         set_whether_scaled(trainer, scaled=True)
         with steps.scaling_own_loss():
             return stock(trainer, *args, **kwargs)

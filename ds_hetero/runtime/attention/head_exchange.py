@@ -173,7 +173,8 @@ def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
     out_BsHD = recv.new_empty(batch_size, member_of_rank.tokens, exchange.num_heads, head_dim)
     for first_member, part in _runs(recv, recv_sizes, exchange, (member_of_rank.tokens, batch_size, head_dim)):
         part_sBnhD = part.permute(1, 2, 0, 3, 4)
-        copy_rows_(_span(out_BsHD.transpose(0, 1), exchange.members[first_member].q[0], part_sBnhD), part_sBnhD)
+        first_head = exchange.members[first_member].q[0]
+        copy_rows_(_span(out_BsHD.transpose(0, 1), first_head, part_sBnhD), part_sBnhD)
     return out_BsHD
 
 
@@ -190,7 +191,8 @@ def gather_output_heads(grad_BsHD: Tensor, exchange: Exchange) -> Tensor:
     send = grad_BsHD.new_empty(sum(send_sizes))
     for first_member, part in _runs(send, send_sizes, exchange, (tokens, batch_size, head_dim)):
         part_sBnhD = part.permute(1, 2, 0, 3, 4)
-        copy_rows_(part_sBnhD, _span(grad_BsHD.transpose(0, 1), exchange.members[first_member].q[0], part_sBnhD))
+        first_head = exchange.members[first_member].q[0]
+        copy_rows_(part_sBnhD, _span(grad_BsHD.transpose(0, 1), first_head, part_sBnhD))
     recv = grad_BsHD.new_empty(exchange.group_tokens, batch_size, member_of_rank.num_q, head_dim)
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
     return recv
