@@ -50,6 +50,7 @@ COMMANDS = {name: text for commands in _COMMANDS_BY_FOLDER.values() for name, te
 """Help texts of all commands, in the order of the help page. ``launch-files`` is in ``showing/launch_files.py``."""
 
 _ERROR = "Error: "  # click prints it in front of the message of a `click.UsageError`
+_INTERRUPTED = 130  # exit code of a program that SIGINT ended: 128 plus the signal's number, as shells count
 _LONG_WORD = re.compile(r"(\S{60})\S{60,}")  # at least 120 characters; the group is the part that messages quote
 
 
@@ -62,9 +63,13 @@ class _Commands(click.Group):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Read the command's options and run it."""
-        with _fitted_usage_errors():
-            return super().invoke(ctx)
+        """Read the command's options and run it. Ctrl-C, where the command itself does not take it, ends with 130."""
+        try:
+            with _fitted_usage_errors():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:  # click's own answer is exit code 1, which the command "fit" gives for "does not fit"
+            print("interrupted", file=sys.stderr)
+            ctx.exit(_INTERRUPTED)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -202,13 +202,20 @@ def _search_all(
         finalists += _finalists(outcome, task.objective)
     for start in starts:
         finalists += [_finalist(start.costs, task.objective, plan) for plan in start.plans]
+    interrupted = interrupted or any(outcome.result.interrupted for outcome in outcomes)
     if not interrupted:
-        finalists += _with_tensor_groups(models, task, [finalist.finished.candidate for finalist in finalists])
-    any_interrupted = interrupted or any(outcome.result.interrupted for outcome in outcomes)
+        plans = [finalist.finished.candidate for finalist in finalists]
+        try:
+            for finalist in _with_tensor_groups(models, task, plans):
+                finalists.append(finalist)
+        except KeyboardInterrupt:
+            if not finalists:
+                raise
+            interrupted = True
     has_published_starts = any(start.plans for start in starts)
     reasons = ("the search began also at plans of published planners",) if has_published_starts else ()
     num_evaluated = sum(outcome.result.num_evaluated for outcome in outcomes)
-    return _Outcome(finalists, any_interrupted, num_evaluated, reasons)
+    return _Outcome(finalists, interrupted, num_evaluated, reasons)
 
 
 def _with_tensor_groups(

@@ -513,6 +513,17 @@ except SystemExit as left:
     assert "torch" in run.stdout and "not healthy" in run.stdout and "ds-hetero[train]" in run.stdout
 
 
+def test_an_interrupt_outside_of_a_search_ends_with_130_and_one_word(monkeypatch, capsys):
+    """Not with 1, which is the answer of ``fit`` for "it does not fit"."""
+
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ds_hetero.cli.app.import_module", interrupted)  # also while a command's module is imported
+    assert _ended("fit", "--gpus", "H100", "--model", "llama-3.1-8b", "--seq-len", "8K") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 _MIXTURE = ("--gpus", "H100 | H100 | A100 | A100", "--network", "25GbE", "--model", "mixtral-8x7b", "--seq-len", "8K")
 
 

@@ -381,6 +381,38 @@ def test_an_interrupted_search_returns_its_best(monkeypatch):
     assert np.all(np.diff([share for _, share in calls]) >= 0)
 
 
+def test_an_interrupt_at_any_time_ends_with_a_plan_or_the_interrupt(monkeypatch):
+    evaluations = []
+    evaluate = Evaluator.__call__
+
+    def counted(self, shapes, *args, **kwargs):
+        evaluations.append(shapes)
+        if len(evaluations) == stop_at:
+            raise KeyboardInterrupt
+        return evaluate(self, shapes, *args, **kwargs)
+
+    monkeypatch.setattr(Evaluator, "__call__", counted)
+    stop_at = None
+    whole = plan_pipelines(CASE, MODEL, WORK, 24, effort_s=0.1)
+    assert not whole.interrupted
+    total = len(evaluations)
+    # Every part of the search is stopped once: the last ones try tensor groups, after all others have found plans.
+    for stop_at in [1, *range(total // 12, total, total // 12), total]:
+        evaluations.clear()
+        found = plan_pipelines(CASE, MODEL, WORK, 24, effort_s=0.1)
+        assert found.interrupted, stop_at
+        assert found.step_s >= whole.step_s * (1 - 1e-9)
+
+
+def test_an_interrupt_without_a_plan_is_raised(monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "__call__", stop)
+    with pytest.raises(KeyboardInterrupt):
+        plan_pipelines(CASE, MODEL, WORK, 24, effort_s=0.1)
+
+
 def run(arguments):
     """The exit code of a command."""
     try:
