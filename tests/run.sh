@@ -2,8 +2,8 @@
 # Runs the tests in .venv, installing what they need first: bash tests/run.sh [--slow | --all] [PYTEST ARGUMENTS]
 # Without arguments: all but those marked slow; with --slow alone, these too, as CI does; with --all alone, every case of the
 # sweeps as well. Two tests run at a time, one file on one worker; those marked "alone" wait in real time, or need both
-# cores, and run after the others. What else a machine has to do may delay one of them, so that it fails: it may fail once,
-# and is then listed under "rerun". Half of the tests with ranks run on gloo, the other half on ranks that wait as on NCCL
+# cores, and run after the others. What else a machine has to do may delay a test, so that it fails: without arguments each
+# may fail once, and is then listed under "rerun". Half of the tests with ranks run on gloo, the other half on ranks that wait as on NCCL
 # (tests/strict_group.py); which half changes with every commit. STRICT_GROUP=1 before the command: all of them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +21,8 @@ esac
 if [ $# -gt 0 ]; then
     pytest "$@"
 else
-    pytest -m "not alone and ($marked)" --numprocesses 2 --dist loadfile tests/unit
-    pytest -m "not alone and ($marked)" --strict-half "$half" --numprocesses 2 --dist loadfile tests/dist tests/integration
-    pytest -m "alone and ($marked)" --strict-half "$half" --reruns 1 -r R
+    pytest -m "not alone and ($marked)" --reruns 1 -r R --numprocesses 2 --dist loadfile tests/unit
+    pytest -m "not alone and ($marked)" --reruns 1 -r R --strict-half "$half" --numprocesses 2 --dist loadfile \
+        tests/dist tests/integration
+    pytest -m "alone and ($marked)" --reruns 1 -r R --strict-half "$half"
 fi
