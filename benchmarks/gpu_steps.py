@@ -250,7 +250,7 @@ def _alone(job: Alone) -> dict[str, Any]:
     config = config_of(job.model, job.layers, job.length)
     handle = ds_hetero.register()
     schedule = ring(1, config["num_attention_heads"], config["num_key_value_heads"])
-    section: dict[str, Any] = {"schedule": schedule.to_dict(), "verify": "off"}
+    section: dict[str, Any] = {"schedule": schedule.to_dict(), "checks": {"compare_every": "off"}}
     if job.tile_tokens is not None:
         section["tile_tokens"] = job.tile_tokens
     ds_config = {

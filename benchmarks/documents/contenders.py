@@ -300,7 +300,7 @@ def engine_step(
     section = {
         "schedule": schedule.to_dict(),
         "placement": "stream" if name == STREAM else "documents",
-        "verify": "off",
+        "checks": {"compare_every": "off"},
         "replan": dict(replan or {}),
     }
     model = trained_model(shape, batch.tokens, "sdpa")

@@ -47,7 +47,11 @@ def plan_of(world_size: int) -> dict[str, Any]:
 
 def configuration_of_pipelines(config: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Return a configuration with a plan of pipelines for ``world_size`` ranks."""
-    section = {"schedule": plan_of(world_size), "verify": "off", "elastic": config["heterogeneity"]["elastic"]}
+    section = {
+        "schedule": plan_of(world_size),
+        "checks": {"compare_every": "off"},
+        "elastic": config["heterogeneity"]["elastic"],
+    }
     batch = {"train_micro_batch_size_per_gpu": GLOBAL, "gradient_accumulation_steps": 1}
     return {**config, **batch, "zero_optimization": {"stage": 1}, "heterogeneity": section}
 

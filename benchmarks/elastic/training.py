@@ -56,7 +56,7 @@ def _section(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
         "cluster": {"nodes": nodes, "network": network, "devices": devices},
         "seq_len": options.length,
         **({"zero_partition": list(SPEEDS[:world_size])} if options.stage else {}),
-        "verify": "off",
+        "checks": {"compare_every": "off"},
         "elastic": {"every_steps": options.every} if options.every else {},
     }
 

@@ -117,7 +117,10 @@ def _on_rank(rank: int, report: Any, tokens: int, mib: int, saving: bool) -> dic
         for place, share in enumerate(SHARES)
     ]
     heads = {"num_heads": MODEL["num_attention_heads"], "num_kv_heads": MODEL["num_key_value_heads"]}
-    section: dict[str, Any] = {"schedule": {"version": 1, **heads, "groups": groups}, "verify": "off"}
+    section: dict[str, Any] = {
+        "schedule": {"version": 1, **heads, "groups": groups},
+        "checks": {"compare_every": "off"},
+    }
     if saving:
         section["tile_tokens"] = TILE_TOKENS
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
