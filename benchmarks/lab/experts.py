@@ -4,7 +4,8 @@
     by speed    the fast rank has three quarters
 
 A step is a forward and a backward of a small Mixtral in float32. Both hold tokens 3:1, as the speeds are. Every token
-chooses two experts; the router's weights are random, so the experts get nearly equal numbers of tokens.
+chooses two experts. Routers are drawn at random until the experts get nearly equal numbers of tokens, which is what the
+prediction assumes and what auxiliary losses train for; the largest deviation is in the result.
 
 Both are predicted from a profile that is taken before, at the speed of the machine in the rounds: a matmul of every
 rank is timed between the contenders.
@@ -19,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import ds_hetero
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
@@ -31,6 +33,7 @@ from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner.jobs.quick import micro_batch_and_shared_s
 from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.splits import share as allot
 
 SPEEDS = (3, 1)
 CLUSTER = EmulatedCluster(nodes=(EmulatedNode(speeds=SPEEDS),))
@@ -38,6 +41,7 @@ EQUAL, BY_SPEED, _MACHINE = "equal", "by speed", "machine"
 SHARES = {EQUAL: (1, 1), BY_SPEED: SPEEDS}
 NUM_EXPERTS, _VOCABULARY, _RTOL = 8, 256, 1e-5
 _SPEED_S = 0.5  # of a look at how fast the machine is
+_ROUTER_DRAWS = 2000  # of one draw, some experts get twice what others get
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,9 @@ def measure(lab: RankLab, plan: ExpertsPlan) -> dict[str, Any]:
     for number, tokens in enumerate(plan.tokens):
         lab.report(number / len(plan.tokens), f"{tokens:,} tokens")
         losses: dict[str, float] = {}
+        loads: dict[str, list[float]] = {}
         handle = ds_hetero.register()
-        contenders = {name: _step(handle, plan, tokens, name, share, losses) for name, share in SHARES.items()}
+        contenders = {name: _step(handle, plan, tokens, name, share, losses, loads) for name, share in SHARES.items()}
         for step in contenders.values():
             step()
         if abs(losses[EQUAL] - losses[BY_SPEED]) > _RTOL * losses[EQUAL]:
@@ -73,7 +78,13 @@ def measure(lab: RankLab, plan: ExpertsPlan) -> dict[str, Any]:
         handle.undo()
         speeds = speeds_meanwhile(lab, median(rates) / profile[1])
         predicted_s = of_rank_0(partial(_predicted_s, scaled(profile[0], speeds), plan, tokens))
-        case = {"tokens": tokens, "loss": losses[BY_SPEED], "predicted_s": predicted_s, "speeds_meanwhile": speeds}
+        case = {
+            "tokens": tokens,
+            "loss": losses[BY_SPEED],
+            "rows_over_mean": loads,
+            "predicted_s": predicted_s,
+            "speeds_meanwhile": speeds,
+        }
         result["cases"].append({**case, **asdict(turns)})
     return result
 
@@ -126,19 +137,67 @@ def _predicted_s(cluster: Cluster, plan: ExpertsPlan, tokens: int) -> dict[str, 
 
 
 def _step(
-    handle: Any, plan: ExpertsPlan, tokens: int, name: str, share: tuple[int, ...], losses: dict[str, float]
+    handle: Any,
+    plan: ExpertsPlan,
+    tokens: int,
+    name: str,
+    share: tuple[int, ...],
+    losses: dict[str, float],
+    loads: dict[str, list[float]],
 ) -> Callable[[], None]:
-    """Return a function that runs one step of a model of its own, and stores the loss under ``name``."""
+    """Return a function that runs one step of a model of its own, and stores the loss under ``name``.
+
+    The rows of each rank over those of equally loaded experts are stored under ``name`` in ``loads``.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     config = MixtralConfig(**_config_of(plan, tokens), attn_implementation="sdpa")
     model = MixtralForCausalLM(config).train()
+    ids = torch.randint(0, _VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+    loads[name] = _of_ranks(_balance_routers(model, ids), share)
     section = {"schedule": _schedule_of(plan), "checks": "off", "experts": list(share)}
     handle.registry.prepare(model, {"heterogeneity": section}, {})
-    ids = torch.randint(0, _VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     (shard,) = handle.dataloader([{"input_ids": ids, "labels": ids.clone()}])
     return partial(_run_step, model, handle, shard, name, losses)
+
+
+def _balance_routers(model: Any, ids: Tensor) -> Tensor:
+    """Replace every layer's router by the best of many random ones, the one under which experts are loaded alike.
+
+    It is chosen for the whole sequence ``ids`` [1, T], on every rank alike. Returns the share of rows of each expert,
+    the mean of all layers ``[experts]``.
+    """
+    random = torch.Generator().manual_seed(2)
+    shares = []
+
+    def choose(router: Any, inputs: tuple[Tensor, ...]) -> None:
+        hidden_TH = inputs[0].reshape(-1, router.weight.shape[1])
+        best: tuple[float, Tensor, Tensor] | None = None
+        for _ in range(_ROUTER_DRAWS):
+            weight = router.weight.std() * torch.randn(router.weight.shape, generator=random)
+            chosen = (hidden_TH @ weight.T).topk(model.config.num_experts_per_tok).indices
+            share_E = torch.bincount(chosen.flatten(), minlength=NUM_EXPERTS) / chosen.numel()
+            unevenness = float(share_E.max() - share_E.min())
+            if best is None or unevenness < best[0]:
+                best = unevenness, weight, share_E
+        assert best is not None
+        router.weight.copy_(best[1])
+        shares.append(best[2])
+
+    hooks = [layer.mlp.gate.register_forward_pre_hook(choose) for layer in model.model.layers]
+    with torch.no_grad():
+        model.model(ids)  # layer by layer: a router's input depends on the router before
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(shares).mean(dim=0)
+
+
+def _of_ranks(share_E: Tensor, experts: tuple[int, ...]) -> list[float]:
+    """Return each rank's rows over those that it would get if its experts were loaded like all others."""
+    counts = allot(NUM_EXPERTS, experts)
+    rows = share_E.split(list(counts))
+    return [float(part.sum()) * NUM_EXPERTS / len(part) for part in rows]
 
 
 def _run_step(model: Any, handle: Any, shard: dict[str, Any], name: str, losses: dict[str, float]) -> None:
