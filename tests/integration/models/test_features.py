@@ -1,4 +1,4 @@
-"""What users do besides training: generate, evaluate, adapters, recomputation, compilation, accumulation, checkpoints.
+"""What users do besides training: generate, evaluate, adapters, recomputation, accumulation, checkpoints.
 
 Budget: 80 s.
 """
@@ -153,21 +153,6 @@ def _check_checkpoints_on_host(rank: int, stage: int) -> None:
     assert_same_parameters(parameters(model, stage), parameters(twin))
     inputs = [shape for shape in packed if len(shape) == 3]
     assert {shape[-1] for shape in inputs} == {model.config.hidden_size} and len(packed) >= 2 * len(whole)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_trains_as_on_one_process() -> None:
-    run_deepspeed(_check_compiled, 2)
-
-
-def _check_compiled(rank: int) -> None:
-    model, whole = llama(), batches(3)
-    handle, engine = start(model, stage=1)
-    engine.compile(backend="aot_eager")
-    losses = train(handle, engine, whole)
-    expected, _ = train_on_one_process(twin := llama(), [[batch] for batch in whole])
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert_same_parameters(parameters(model, 1), parameters(twin))
 
 
 def test_micro_batches_weighted_by_tokens_train_as_on_one_process() -> None:

@@ -36,19 +36,22 @@ _EXCHANGES = ("", "all_to_all_single", "alltoall_base")  # names of messages and
 
 
 @pytest.mark.parametrize(
-    ("stage", "schedule", "reentrant", "tile"),
+    ("stage", "schedule", "reentrant", "tile", "compiled"),
     [
-        pytest.param(1, UNEVEN_2, False, None, id="ring, ZeRO-1, non-reentrant"),
-        pytest.param(3, ONE_GROUP_2, True, 5, id="all-to-all, ZeRO-3, reentrant, tiles"),
-        pytest.param(2, UNEVEN_4, True, None, id="both, ZeRO-2, reentrant", marks=pytest.mark.slow),
+        pytest.param(1, UNEVEN_2, False, None, False, id="ring, ZeRO-1, non-reentrant"),
+        pytest.param(3, ONE_GROUP_2, True, 5, False, id="all-to-all, ZeRO-3, reentrant, tiles"),
+        pytest.param(2, UNEVEN_4, True, None, False, id="both, ZeRO-2, reentrant", marks=pytest.mark.slow),
+        pytest.param(1, UNEVEN_2, False, None, True, id="compiled, non-reentrant", marks=pytest.mark.slow),
+        pytest.param(3, UNEVEN_2, True, None, True, id="compiled, ZeRO-3, reentrant", marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_weights_have_the_same_bits_and_the_recomputation_sends_nothing(
-    stage: int, schedule: dict[str, Any], reentrant: bool, tile: int | None
+    stage: int, schedule: dict[str, Any], reentrant: bool, tile: int | None, compiled: bool
 ) -> None:
     num_ranks = sum(len(group["ranks"]) for group in schedule["groups"])
     kept, recomputed, whole = (
-        run_deepspeed(_train, num_ranks, stage, schedule, reentrant, tile, how) for how in (_KEPT, _RECOMPUTED, _WHOLE)
+        run_deepspeed(_train, num_ranks, stage, schedule, reentrant, tile, compiled, how)
+        for how in (_KEPT, _RECOMPUTED, _WHOLE)
     )
     for ours, again, without in zip(kept, recomputed, whole, strict=True):
         assert ours[0] == again[0]
@@ -57,7 +60,7 @@ def test_losses_and_weights_have_the_same_bits_and_the_recomputation_sends_nothi
 
 
 def _train(
-    rank: int, stage: int, schedule: dict[str, Any], reentrant: bool, tile: int | None, how: str
+    rank: int, stage: int, schedule: dict[str, Any], reentrant: bool, tile: int | None, compiled: bool, how: str
 ) -> tuple[list[float], dict[str, np.ndarray], int]:
     """Train two steps of two micro-batches, with an evaluation inside the first, and count messages and all-to-alls."""
     import deepspeed
@@ -73,6 +76,8 @@ def _train(
     if tile is not None:
         config["heterogeneity"]["tile_tokens"] = tile
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    if compiled:
+        engine.compile(backend="aot_eager")
     losses, posted = [], []
     for number, batch in enumerate(handle.dataloader(batches(4), batches="same")):
         with recording() as events:
