@@ -65,6 +65,7 @@ _TOWERS_CHECKED = "tests/integration/models/test_towers.py::test_the_self_check_
 _TOWERS_TRAINED = "tests/integration/models/test_towers.py::test_training_equals_one_process"
 _RECURRENT = "tests/integration/models/test_recurrent.py::test_gradients_equal_those_of_the_undivided_model"
 _REFUSED = "tests/integration/models/test_models.py::test_what_cannot_be_split_is_refused_by_name"
+_COMPILED = "tests/integration/models/test_compiled.py::"
 _FEATURES = "tests/integration/models/test_features.py::"
 _ARGUMENTS = "tests/integration/models/test_forward_arguments.py::"
 _PLAIN_LOOP = "tests/integration/loops/test_plain_loop.py::test_training_equals_one_process"
@@ -587,9 +588,12 @@ _FEATURE_ROWS = (
         note="host memory; tested on CPU, without pinned memory",
     ),
     Row(
-        what="`engine.compile`, backend `aot_eager`",
+        what="`engine.compile`, with inductor; beside checkpointed layers and kept attention with `aot_eager`",
         status="tested",
-        tests=(_FEATURES + "test_a_compiled_model_trains_as_on_one_process",),
+        tests=(
+            _COMPILED + "test_a_model_compiled_by_inductor_trains_as_on_one_process",
+            _COMPILED + "test_compiled_checkpointed_layers_train_as_on_one_process",
+        ),
     ),
     Row(
         what="gradient accumulation, weighted by tokens",
