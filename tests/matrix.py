@@ -120,7 +120,6 @@ SUITE = tuple(
 OLDEST = Row(python="{}.{}".format(*sys.version_info), deepspeed="0.18.4", transformers="5.6.0", accelerate="1.12.0")
 """What CI runs beside the newest: an environment that the installer makes in seconds."""
 SUITE_OF_OLDEST = (
-    *("-m", "not slow"),
     *SUITE,
     "tests/integration/loops/test_unlike_models.py::"
     "test_trainers_with_a_loss_of_their_own_equal_one_process[means of micro-batches]",
@@ -131,8 +130,12 @@ SUITE_OF_OLDEST = (
 )
 
 
-def run_row(name: str, row: Row, suite: Sequence[str] = SUITE) -> dict[str, Any]:
-    """Make the environment of a row if it does not exist, run pytest on a suite in it, and return what came of it."""
+def run_row(name: str, row: Row, suite: Sequence[str] = SUITE, *, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Make the environment of a row if it does not exist, run pytest on a suite in it, and return what came of it.
+
+    Args:
+        options: of pytest.
+    """
     folder = FOLDER / name
     report = folder / "report.xml"
     started = time.monotonic()
@@ -142,7 +145,7 @@ def run_row(name: str, row: Row, suite: Sequence[str] = SUITE) -> dict[str, Any]
     pytest = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     with (folder / "output.txt").open("w") as output:
         subprocess.run(
-            [*pytest, *_IGNORED, *suite],
+            [*pytest, *_IGNORED, *options, *suite],
             cwd=ROOT, env=_environment(), stdout=output, stderr=output, timeout=_TIMEOUT_S, check=False,
         )  # fmt: skip
     assert report.exists(), f"pytest did not end: {folder / 'output.txt'}"
@@ -316,7 +319,7 @@ def main() -> int:
         print("\n".join(f"{name}: {' '.join(row.requirements())}" for name, row in ROWS.items()))
         return 0
     if options.oldest:
-        failed = run_row("oldest-here", OLDEST, SUITE_OF_OLDEST)["failed"]
+        failed = run_row("oldest-here", OLDEST, SUITE_OF_OLDEST, options=("-m", "not slow"))["failed"]
         if failed:
             print((FOLDER / "oldest-here" / "output.txt").read_text())
         return int(bool(failed))
