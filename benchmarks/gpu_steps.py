@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -46,6 +47,7 @@ from benchmarks.fake_gpu.jobs import SETTINGS, Setting, config_of
 from benchmarks.fit.training import in_4_bits
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, header, write
+from benchmarks.measure.workers import in_order
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cluster.notation import read_notation
 from ds_hetero.cost import CostModel, Workload, make_cost_model
@@ -141,17 +143,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "jobs": [],
     }
     give_up = time.time() + options.budget_s
-    context = multiprocessing.get_context("spawn")
-    lock = context.Lock()
-    with context.Pool(3, _prepare, (lock, give_up), maxtasksperchild=1) as pool:
-        for row in pool.imap(_row, tasks, chunksize=1):
-            result["jobs"].append(row)
-            print(
-                row.get("error") or f"{row['step_s']:.3f} s, {row['peak_bytes'] / 2**30:.2f} GiB",
-                row["name"],
-                flush=True,
-            )
-            write(result, options.output)
+    lock = multiprocessing.get_context("spawn").Lock()
+    prepare = partial(_prepare, lock, give_up)
+    for row in in_order(_row, tasks, 3, start_method="spawn", prepare=prepare):
+        result["jobs"].append(row)
+        print(
+            row.get("error") or f"{row['step_s']:.3f} s, {row['peak_bytes'] / 2**30:.2f} GiB",
+            row["name"],
+            flush=True,
+        )
+        write(result, options.output)
     _predict(result)
     write(result, options.output)
     if options.json:

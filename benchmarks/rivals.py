@@ -27,7 +27,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,6 +38,7 @@ from rich.table import Table
 from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.random_clusters import random_case
 from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.workers import in_order
 from benchmarks.pipelines_planner import WORK, draw
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
@@ -104,8 +105,10 @@ def _judged(outcome: dict[str, Any], rows: list[dict[str, Any]], kinds: Sequence
 
 def _run(tasks: Sequence[tuple[str, int, bool]], until: float) -> Iterator[dict[str, Any]]:
     """Yield the rows of all tasks (kind, number, with optimum), in their order; without those after ``until``."""
-    with ProcessPoolExecutor(PROCESSES) as pool, progress(Console(stderr=True)) as report:
-        for done, row in enumerate(pool.map(_run_case, tasks, [until] * len(tasks), chunksize=1)):
+    case = partial(_run_case, until=until)
+    rows = in_order(case, tasks, PROCESSES, start_method="fork", one_task_each=False)
+    with progress(Console(stderr=True)) as report:
+        for done, row in enumerate(rows):
             report((done + 1) / len(tasks), f"{tasks[done][0]} {tasks[done][1]}")
             if row is not None:
                 yield row

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,12 @@ from rich.table import Table
 
 from benchmarks.fake_gpu.jobs import SETTINGS, Setting
 from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.workers import as_completed
 
 RESULT = FOLDER / "fake_gpu.json"
 MOST_LAUNCHES, MOST_SYNCS = 1.3, 1
 _QUICK_LAYERS = 4
+_RING_NAMES = ("ring of 8", "two unequal groups of 4")
 
 
 def main() -> int:
@@ -99,15 +101,19 @@ def _run(tasks: list[tuple[Setting, int, int | None]], counts: list[int], proces
     from benchmarks.fake_gpu.step import use_device
 
     use_device()  # and all imports, before processes are made
-    rows: list[dict[str, Any]] = []
-    workers = multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1)
-    with progress(Console(stderr=True)) as report, workers as pool:
-        of_layers = pool.map_async(_launches, counts, chunksize=1)
-        of_rings = pool.map_async(_launches_of_ring, ["ring of 8", "two unequal groups of 4"], chunksize=1)
-        for row in pool.imap(_rank_row, tasks, chunksize=1):
-            rows.append(row)
-            report(len(rows) / len(tasks), row["job"])
-        launches, in_rings = of_layers.get(), of_rings.get()
+    calls = [
+        *((_launches, count) for count in counts),
+        *((_launches_of_ring, name) for name in _RING_NAMES),
+        *((_rank_row, task) for task in tasks),
+    ]
+    results: dict[int, dict[str, Any]] = {}
+    with progress(Console(stderr=True)) as report:
+        for index, result in as_completed(_called, calls, processes, start_method="fork"):
+            results[index] = result
+            report(len(results) / len(calls), result.get("job", "launches"))
+    by_call = [results[index] for index in range(len(calls))]
+    first_ring, first_rank = len(counts), len(counts) + len(_RING_NAMES)
+    launches, in_rings, rows = by_call[:first_ring], by_call[first_ring:first_rank], by_call[first_rank:]
     mixtures = sorted({place for row in rows for place in row.get("mixture_places", ())})
     return {
         "syncs_in_layers": sum(row.get("syncs_in_layers", 0) for row in rows),
@@ -118,6 +124,11 @@ def _run(tasks: list[tuple[Setting, int, int | None]], counts: list[int], proces
         "peaks": {f"{row['job']}, rank {row['rank']}": row.get("peak_bytes") for row in rows},
         "ranks": rows,
     }
+
+
+def _called(call: tuple[Callable[[Any], dict[str, Any]], Any]) -> dict[str, Any]:
+    function, argument = call
+    return function(argument)
 
 
 def _launches(num_ranks: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.fake_gpu.jobs import FAMILY, Setting
 from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.workers import as_completed
 
 RESULT = FOLDER / "fit_families.json"
 TARGET = 0.03
@@ -44,9 +44,9 @@ def main() -> int:
     peaks = {(row["family"], length): peak for row in former for length, peak in zip(LENGTHS, row["peak"], strict=True)}
     tasks = [(family, length) for family in FAMILIES if args.only in family for length in LENGTHS]
     todo = [task for task in tasks if task not in peaks]
-    workers = multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1)
-    with progress(Console(stderr=True)) as report, workers as pool:
-        for done, (task, peak) in enumerate(pool.imap_unordered(_peak, todo, chunksize=1)):
+    with progress(Console(stderr=True)) as report:
+        completed = as_completed(_peak, todo, args.processes, start_method="spawn")
+        for done, (_, (task, peak)) in enumerate(completed):
             peaks[task] = peak
             report((done + 1) / len(todo), task[0])
             _write(peaks, args.output)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from rich.table import Table
 from benchmarks.fake_gpu.__main__ import ranks_of_kinds
 from benchmarks.fake_gpu.jobs import SETTINGS, Setting
 from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.workers import as_completed
 
 RESULT = FOLDER / "fit_fake_gpu.json"
 TARGETS = {"median": 0.03, "worst": 0.08}
@@ -62,9 +62,9 @@ def main() -> int:
         for rank in ranks_of_kinds(setting)
     ]
     todo = [task for task in tasks if args.only in task[0].name and _key(*task) not in peaks]
-    workers = multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1)
-    with progress(Console(stderr=True)) as report, workers as pool:
-        for done, (key, peak) in enumerate(pool.imap_unordered(_peak, todo, chunksize=1)):
+    with progress(Console(stderr=True)) as report:
+        completed = as_completed(_peak, todo, args.processes, start_method="spawn")
+        for done, (_, (key, peak)) in enumerate(completed):
             peaks[key] = peak
             report((done + 1) / len(todo), key[0])
             _write(tasks, peaks, args.output)

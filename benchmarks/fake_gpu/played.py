@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from benchmarks.fake_gpu.jobs import Setting
 from benchmarks.fake_gpu.recorder import MESSAGE
 from benchmarks.measure import ranks
 from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.workers import in_order
 from benchmarks.proof import events as posted
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost.replay import Event, Operation, PostedCall, PostedMessage, Sync, Wait, replay
@@ -66,8 +66,7 @@ def main() -> None:
         setting = Setting(
             model=options.model, cluster=options.cluster, length=options.length, zero_stage=options.zero_stage
         )
-        with make_pool(options.processes) as pool:
-            options.file.write_text(json.dumps(record_step(setting, options.layers, pool).to_dict()))
+        options.file.write_text(json.dumps(record_step(setting, options.layers, options.processes).to_dict()))
         return
     rows = lab_rows(options.files) if options.command == "lab" else size_rows(options)
     errors = [abs(row["error"]) for row in rows]
@@ -123,10 +122,13 @@ def _itemsize(dtype: str) -> int:
     return itemsize
 
 
-def record_step(setting: Setting, layers: int | None, pool: Any) -> RecordedStep:
-    """Record all ranks of a job, each in a process of the pool."""
-    size = setting.job(layers).world_size
-    events = pool.map(_record_rank, [(setting, rank, layers) for rank in range(size)], chunksize=1)
+def record_step(setting: Setting, layers: int | None, processes: int) -> RecordedStep:
+    """Record all ranks of a job, each in its own process, forked with everything imported; ``processes`` at a time."""
+    from benchmarks.fake_gpu.step import use_device
+
+    use_device()
+    tasks = [(setting, rank, layers) for rank in range(setting.job(layers).world_size)]
+    events = in_order(_record_rank, tasks, processes, start_method="fork")
     return RecordedStep(
         name=setting.name,
         model=setting.model,
@@ -141,14 +143,6 @@ def _record_rank(task: tuple[Setting, int, int | None]) -> tuple[Event, ...]:
 
     setting, rank, layers = task
     return played_events(run_step(setting.job(layers), rank, messages=True).events)
-
-
-def make_pool(processes: int) -> Any:
-    """Make processes that record one rank each, forked with everything imported."""
-    from benchmarks.fake_gpu.step import use_device
-
-    use_device()
-    return multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1)
 
 
 # --- against the lab
@@ -225,18 +219,18 @@ def size_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row for every job."""
     rows = []
     settings = [setting for setting in PAIRS if options.only in setting.name]
-    with progress(Console(stderr=True)) as report, make_pool(options.processes) as pool:
+    with progress(Console(stderr=True)) as report:
         for done, setting in enumerate(settings):
             report(done / len(settings), setting.name)
-            rows.append(_size_row(setting, pool))
+            rows.append(_size_row(setting, options.processes))
             write({"rows": rows}, options.output or FOLDER / "played_size.json")  # what is there if it is ended early
     return rows
 
 
-def _size_row(setting: Setting, pool: Any) -> dict[str, Any]:
+def _size_row(setting: Setting, processes: int) -> dict[str, Any]:
     """Return a row with a job of all layers: replayed, and predicted by the cost model."""
     cost = setting.cost_model()
-    few, more = (record_step(setting, layers, pool) for layers in _LAYERS)
+    few, more = (record_step(setting, layers, processes) for layers in _LAYERS)
     fewer, most = (replay(record.events, cost.cluster, record.host_share) for record in (few, more))
     ratio = (cost.model.num_layers - _LAYERS[0]) / (_LAYERS[1] - _LAYERS[0])
     rank = most.last_rank

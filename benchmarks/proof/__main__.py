@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.measure.workers import as_completed
 from benchmarks.proof.families import FAMILIES, Family
 from benchmarks.proof.scopes import FULL, QUICK, Scope
 
@@ -89,18 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(tasks: Sequence[tuple[Family, tuple[Any, ...]]], processes: int) -> Iterator[tuple[str, Checked]]:
     """Yield the outcomes of all portions, as they end."""
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with multiprocessing.Pool(processes) as pool, Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         shown = bar.add_task("portions of cases", total=len(tasks))
-        indices = range(len(tasks))
         named = [(FAMILIES.index(family), portion) for family, portion in tasks]
-        for index, checked in pool.imap_unordered(_task, zip(indices, named, strict=True), chunksize=1):
+        for index, checked in as_completed(_task, named, processes, start_method="fork", one_task_each=False):
             bar.update(shown, advance=1, description=tasks[index][0].name)
             yield tasks[index][0].name, checked
 
 
-def _task(numbered: tuple[int, tuple[int, tuple[Any, ...]]]) -> tuple[int, Checked]:
-    index, (family, portion) = numbered
-    return index, check(FAMILIES[family], portion)
+def _task(named: tuple[int, tuple[Any, ...]]) -> Checked:
+    family, portion = named
+    return check(FAMILIES[family], portion)
 
 
 def _result(by_family: dict[str, list[Checked]], scope: Scope, seconds: float, is_complete: bool) -> dict[str, Any]:
