@@ -29,7 +29,6 @@ import argparse
 import hashlib
 import inspect
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -48,6 +47,7 @@ from rich.table import Table
 
 from benchmarks.kernel_loops import instruction_columns, spills_of_loops
 from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.workers import in_order
 from ds_hetero.runtime.attention.kernels.triton_blocks import (
     DELTA,
     MERGE,
@@ -64,16 +64,16 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 KERNELS = ("forward", "delta", "dq", "dkv", "merge")
 _WITHOUT_MATMULS = {"delta": DELTA, "merge": MERGE}
 HEAD_DIMS, _SOME_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256), (64, 128, 256)
-CANDIDATE_HEAD_DIMS = (64, 128)
+CANDIDATE_HEAD_DIMS = (64, 128, 256)
 _AMPERE = 80
 _SMALL_SPILL = 128  # bytes of a thread, allowed where products run on ordinary cores and torch's operator is preferred
 # Columns that tensor-core instructions should have on Hopper and data-centre Blackwell, where an instruction
 # multiplies 64 rows or more; fewer where the head has fewer numbers.
 _WIDE_GENERATIONS = (9, 10)
 _LEAST_COLUMNS = {"forward": 64, "dq": 64, "dkv": 32}
-# On Hopper sums are in registers, and gradients of larger heads fill them: wider blocks spill in the loop.
+# On Hopper sums are in registers, and dQ of larger heads fills them: wider blocks spill in the loop.
 _HOPPER, _LARGEST_WIDE_HEAD = 90, 128
-_LEAST_COLUMNS_OF_LARGE_HEADS = {"forward": 64, "dq": 32}
+_LEAST_COLUMNS_OF_LARGE_HEADS = {**_LEAST_COLUMNS, "dq": 32}
 _FLOATS = ("score_scale", "cap_scale", "scale")
 _ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV", "MERGED", "LSE_PART")
 
@@ -151,7 +151,7 @@ def builds(quick: bool = False) -> list[Build]:
     """Return all builds: every architecture, kernel and head size that `triton_refusal` accepts.
 
     One 16-bit type stands for both, except at one head size. Settings with little influence are compiled at three head
-    sizes, and candidates at two.
+    sizes, as are candidates.
     """
     all_builds = []
     for capability in SHARED_KIB:
@@ -162,7 +162,9 @@ def builds(quick: bool = False) -> list[Build]:
         products = [kernel for kernel in KERNELS if kernel not in _WITHOUT_MATMULS]
         all_builds += [Build(capability, *rest) for rest in product(_WITHOUT_MATMULS, some, [half])]
         all_builds += [Build(capability, *rest) for rest in product(products, dims, [half])]
-        all_builds += [Build(capability, kernel, 128, half, softcap=True) for kernel in products]
+        # Gemma 2 has soft caps with heads of 256 and 128.
+        capped_dims = [dim for dim in (128, 256) if dim <= largest]
+        all_builds += [Build(capability, *rest, softcap=True) for rest in product(products, capped_dims, [half])]
         if not quick:
             for edges in (True, False):
                 all_builds += [Build(capability, *rest, False, edges=edges) for rest in product(products, some, [half])]
@@ -175,7 +177,7 @@ def builds(quick: bool = False) -> list[Build]:
 def _other_candidates(capability: int, dtype: str) -> list[Build]:
     """Return builds of the candidates that are not launched, for one block with edges."""
     other_builds = []
-    for head_dim in CANDIDATE_HEAD_DIMS:
+    for head_dim in CANDIDATE_HEAD_DIMS if capability >= _AMPERE else CANDIDATE_HEAD_DIMS[:2]:
         for kernel, sizes in candidates(head_dim, capability, sixteen_bit=True)._asdict().items():
             for place in range(1, len(sizes)):
                 other_builds.append(Build(capability, kernel, head_dim, dtype, many=False, candidate=place))
@@ -233,6 +235,7 @@ def _source(build: Build, blocks: BlockSizes) -> Any:
         "SOFTCAP": build.softcap,
         "MANY": build.many,
         "EDGES": build.edges,
+        "APART": blocks.sums_apart,
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
@@ -280,9 +283,9 @@ def run(
     os.environ.pop("TRITON_INTERPRET", None)
     by_build = {build: row for build in made for row in rows if _is_of(row, build)}
     missing = [build for build in made if build not in by_build]
-    pool = multiprocessing.get_context("spawn").Pool(processes)
-    with progress(Console(stderr=True)) as report, pool:
-        for build, row in zip(missing, pool.imap(_row, missing, chunksize=1), strict=True):
+    made_rows = in_order(_row, missing, processes, start_method="spawn", one_task_each=False)
+    with progress(Console(stderr=True)) as report:
+        for build, row in zip(missing, made_rows, strict=True):
             by_build[build] = row
             report(
                 len(by_build) / len(made), f"sm_{row['capability']} {row['kernel']} {row['head_dim']} {row['dtype']}"
@@ -431,7 +434,7 @@ def _candidates_table(rows: Sequence[dict[str, Any]]) -> Table:
         "architecture",
         "kernel",
         "head size",
-        "queries, keys, warps, stages",
+        "queries, keys, warps, stages, sums apart",
         "registers",
         *_SPILLS,
         "shared, KiB",

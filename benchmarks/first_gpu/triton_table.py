@@ -5,11 +5,11 @@ from __future__ import annotations
 from benchmarks.first_gpu.triton_builds import KERNELS, Config, default_launch
 from ds_hetero.runtime.attention.kernels.triton_blocks import BlockSizes, candidates
 
-HEAD_DIMS = (128, 64)
+HEAD_DIMS = (128, 64, 256)
 
 
 def configs(capability: int) -> list[Config]:
-    """Return all configurations to time on a GPU: those of the package first, head size 128 before 64."""
+    """Return all configurations to time on a GPU: those of the package first, common head sizes before others."""
     all_configs = []
     for head_dim in HEAD_DIMS:
         of_kernels = candidates(head_dim, capability, sixteen_bit=True)._asdict()

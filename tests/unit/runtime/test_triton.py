@@ -60,6 +60,16 @@ def test_the_loop_for_hopper_has_wide_instructions_and_no_spills():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("softcap", [False, True])
+def test_sums_apart_keep_heads_of_256_wide_on_hopper(softcap):
+    build = Build(90, "dkv", 256, "bf16", many=True, softcap=softcap)
+    assert build.blocks().sums_apart
+    resources = compile_build(build)
+    assert resources.faults(build) == []
+    assert resources.columns == [32, 256]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("edges", [True, False])
 @pytest.mark.parametrize("capability", SHARED_KIB)
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv", "merge"])
@@ -90,7 +100,10 @@ def test_narrow_instructions_are_a_fault_where_wide_ones_exist():
     fault = ["tensor-core instructions of 8 columns, not 32"]
     assert narrow.faults(Build(90, "dkv", 128, "bf16")) == fault
     assert narrow.faults(Build(100, "dkv", 256, "bf16")) == fault
-    assert narrow.faults(Build(90, "dkv", 256, "bf16")) == []  # registers are full, see `triton_blocks`
+    assert narrow.faults(Build(90, "dkv", 256, "bf16")) == fault
+    narrow_dq = Resources(255, 0, 0, 0, 48 << 10, columns=[32, 128])
+    assert narrow_dq.faults(Build(90, "dq", 128, "bf16")) == ["tensor-core instructions of 32 columns, not 64"]
+    assert narrow_dq.faults(Build(90, "dq", 256, "bf16")) == []  # registers are full, see `triton_blocks`
     assert narrow.faults(Build(80, "dkv", 128, "bf16")) == []
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ds_hetero.batch.tiles import CAUSAL, FULL
-from ds_hetero.runtime.attention.kernels import Band, triton_merge
+from ds_hetero.runtime.attention.kernels import Band, SavedForward, Scores, triton_merge, triton_native
 from ds_hetero.runtime.attention.kernels.merge import merge_by_operators_, one_kernel_refusal
-from ds_hetero.runtime.attention.kernels.triton_blocks import BlockSizes
+from ds_hetero.runtime.attention.kernels.triton_blocks import BlockSizes, Launch
 from ds_hetero.runtime.attention.kernels.triton_native import _LARGEST_STRIDE, TritonKernel, _dense_rows, _has_edges
 from tests.unit.runtime.kernel_checks import assert_close, check, check_many, in_parts, reference, strided, tensors
 
@@ -57,6 +57,21 @@ def test_blocks_without_an_edge_have_kernels_without_masks(block, edges):
 )
 def test_triton_takes_many_blocks_at_a_time(sizes, band_of):
     check_many(KERNEL, sizes, band_of, head_dim=8, softcap=1.5 if sizes[0] == (17, 9) else None)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_programs_that_sum_dk_and_dv_apart_compute_the_same_bits(softcap, monkeypatch):
+    block = (40, 60, Band(-10, 40))
+    dout, q, k, v = tensors(block, batch_size=2, heads=4, kv_heads=2, head_dim=24)
+    scores = Scores(0.2, softcap)
+    out, lse = KERNEL.forward(q, k, v, scores, block[2])
+    together = KERNEL.backward(dout, SavedForward(q, k, v, out, lse), scores, block[2])
+    small = BlockSizes(16, 16, 1, 1)
+    monkeypatch.setattr(triton_native, "_launch", lambda q: Launch(small, small, small._replace(sums_apart=True)))
+    apart = KERNEL.backward(dout, SavedForward(q, k, v, out, lse), scores, block[2])
+    assert all(map(torch.equal, apart, together))
+    check(KERNEL, block, softcap=softcap, heads=4, kv_heads=2, head_dim=24)
+    check_many(KERNEL, [(5, 5), (1, 1), (33, 33)], lambda queries, keys: CAUSAL, head_dim=8, softcap=softcap)
 
 
 def test_triton_equals_the_reference_in_float16():

@@ -22,12 +22,14 @@ class BlockSizes(NamedTuple):
         keys: in such a block.
         num_warps: of a program.
         num_stages: blocks that are loaded ahead.
+        sums_apart: of the dK and dV kernel: one program sums dK of a block of keys, another dV.
     """
 
     queries: int
     keys: int
     num_warps: int = 8
     num_stages: int = 2
+    sums_apart: bool = False
 
 
 class Launch(NamedTuple):
@@ -80,11 +82,14 @@ _HOPPER = {
         dq=(BlockSizes(128, 64), BlockSizes(128, 64, 8, 3), BlockSizes(128, 128, 8, 1)),
         dkv=(BlockSizes(32, 128), BlockSizes(64, 64), BlockSizes(64, 128, 8, 1)),
     ),
-    # Sums of dK and dV for 64 keys fill half of the registers: with 64 keys or more the loop spills.
+    # dK and dV of 64 keys, or one of them of 128, fill half of the registers. So they are summed apart: together they
+    # spill 1,080 bytes in the loop with 64 keys, and have 8 columns with 32 keys. In dQ two warpgroups share 64
+    # queries, and each has half of the 64 columns; 128 queries spill 188 bytes, or with two stages take 256 KiB of
+    # shared memory.
     256: Candidates(
         forward=(BlockSizes(128, 64, 8, 1),),
         dq=(BlockSizes(64, 64),),
-        dkv=(BlockSizes(32, 32, 8, 1),),
+        dkv=(BlockSizes(32, 128, sums_apart=True), BlockSizes(32, 32, 8, 1)),
     ),
 }
 # Sums are in memory of their own here, beside the tensor cores.

@@ -292,28 +292,75 @@ def dkv_kernel(
     stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
     num_kv_heads, group, num_rows, num_queries, num_keys, lo, hi, score_scale, cap_scale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
-    MANY: tl.constexpr, EDGES: tl.constexpr,
+    MANY: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Compute DK and DV [B, G, K, D] in float32 with equal strides, on a grid (blocks of keys, B * G).
+    """Compute DK and DV [B, G, K, D] in float32 with equal strides, on a grid (blocks of keys, B * G, 1 + APART).
 
-    Scores and probabilities are transposed here, [keys, queries], as the left operands of both products.
+    With APART the first half of the programs sums DK, the other half DV. Both compute the scores, so that there are
+    five products in place of four, but a program has one sum of BLOCK_K * BLOCK_D numbers in its registers, not two.
     """
     work = _work_of_program(TABLE, BLOCK_K, num_queries, num_keys, lo, hi, MANY)
     first_key, q_start, k_start, num_queries, num_keys, lo, hi = work
     sample = (tl.program_id(1) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
-    keys = first_key + tl.arange(0, BLOCK_K)
+    Q += sample * stride_qb + q_start * stride_q
+    DOUT += sample * stride_db + q_start * stride_d
     K += sample * stride_kb + kv_head * stride_kh + k_start * stride_k
     V += sample * stride_vb + kv_head * stride_vh + k_start * stride_v
+    DK += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
+    DV += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
+    first_head, row = kv_head * group, sample * num_kv_heads * group * num_rows + q_start
+    LSE += row
+    DELTA += row
+    tensors = (Q, K, V, DOUT, LSE, DELTA, DK, DV)
+    strides = (stride_qh, stride_q, stride_k, stride_v, stride_dh, stride_d, stride_g)
+    heads = (first_head, group, num_rows)
+    block = (first_key, num_queries, num_keys, lo, hi)
+    factors = (score_scale, cap_scale, scale)
+    if APART:
+        if tl.program_id(2) == 0:
+            _sum_over_queries(
+                tensors, strides, heads, block, factors, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, SOFTCAP, EDGES,
+                SUMS_DK=True, SUMS_DV=False,
+            )  # fmt: skip
+        else:
+            _sum_over_queries(
+                tensors, strides, heads, block, factors, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, SOFTCAP, EDGES,
+                SUMS_DK=False, SUMS_DV=True,
+            )  # fmt: skip
+    else:
+        _sum_over_queries(
+            tensors, strides, heads, block, factors, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, SOFTCAP, EDGES,
+            SUMS_DK=True, SUMS_DV=True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_over_queries(
+    tensors, strides, heads, block, factors,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    EDGES: tl.constexpr, SUMS_DK: tl.constexpr, SUMS_DV: tl.constexpr,
+):  # fmt: skip
+    """Sum DK, DV or both of a block of keys over the queries of all heads that share the keys, and store the sums.
+
+    Tensors of queries begin at head 0, those of keys at the KV head. Scores and probabilities are transposed here,
+    [keys, queries], as the left operands of both products.
+    """
+    Q, K, V, DOUT, LSE, DELTA, DK, DV = tensors
+    stride_qh, stride_q, stride_k, stride_v, stride_dh, stride_d, stride_g = strides
+    first_head, group, num_rows = heads
+    first_key, num_queries, num_keys, lo, hi = block
+    score_scale, cap_scale, scale = factors
+    keys = first_key + tl.arange(0, BLOCK_K)
     k = _load(K, first_key, stride_k, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
-    v = _load(V, first_key, stride_v, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    if SUMS_DK:
+        v = _load(V, first_key, stride_v, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
+        dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    if SUMS_DV:
+        dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     bounds = _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
-    for head in range(kv_head * group, kv_head * group + group):
-        Q_h = Q + sample * stride_qb + head * stride_qh + q_start * stride_q
-        DOUT_h = DOUT + sample * stride_db + head * stride_dh + q_start * stride_d
-        row = (sample * num_kv_heads * group + head) * num_rows + q_start
+    for head in range(first_head, first_head + group):  # of 64 bits, as is what it is multiplied by
+        Q_h, DOUT_h, row = Q + head * stride_qh, DOUT + head * stride_dh, head * num_rows
         for edge in tl.static_range(1 + EDGES):
             for step in range(_num_steps(bounds, BLOCK_Q, edge)):
                 first_query = _first_of_step(step, bounds, BLOCK_Q, edge)
@@ -321,18 +368,20 @@ def dkv_kernel(
                 q = _load(Q_h, first_query, stride_q, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, edge)
                 dout = _load(DOUT_h, first_query, stride_d, num_queries, BLOCK_Q, HEAD_DIM, BLOCK_D, edge)
                 lse = _load_row(LSE + row, queries, num_queries, edge) * 1.4426950408889634
-                delta = _load_row(DELTA + row, queries, num_queries, edge)
                 scores = _scores(k, q, score_scale, cap_scale, SOFTCAP)
                 probs = tl.exp2(scores - lse[None, :])
                 if edge:
                     visible = _visible(queries[None, :], keys[:, None], num_queries, num_keys, lo, hi)
                     probs = tl.where(visible, probs, 0.0)
-                dv += tl.dot(probs.to(dout.dtype), dout, input_precision="ieee")
-                dscores = probs * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
-                if SOFTCAP:
-                    dscores *= 1 - (scores / cap_scale) * (scores / cap_scale)
-                dk += tl.dot(dscores.to(q.dtype), q, input_precision="ieee")
-    DK += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
-    DV += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
-    _store(DK, dk * scale, first_key, stride_g, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
-    _store(DV, dv, first_key, stride_g, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
+                if SUMS_DV:
+                    dv += tl.dot(probs.to(dout.dtype), dout, input_precision="ieee")
+                if SUMS_DK:
+                    delta = _load_row(DELTA + row, queries, num_queries, edge)
+                    dscores = probs * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+                    if SOFTCAP:
+                        dscores *= 1 - (scores / cap_scale) * (scores / cap_scale)
+                    dk += tl.dot(dscores.to(q.dtype), q, input_precision="ieee")
+    if SUMS_DK:
+        _store(DK, dk * scale, first_key, stride_g, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)
+    if SUMS_DV:
+        _store(DV, dv, first_key, stride_g, num_keys, BLOCK_K, HEAD_DIM, BLOCK_D, EDGES)

@@ -115,12 +115,13 @@ class TritonKernel:
             **_constants(q, k, scores, blocks, launch.dq),
         )
         programs, table = _programs(blocks, q, k, launch.dkv.keys, by_keys=True)
-        kernels.dkv_kernel[programs, batch_size * k.shape[1]](
+        kernels.dkv_kernel[programs, batch_size * k.shape[1], 1 + launch.dkv.sums_apart](
             *(*operands, dk, dv, table),
             *_strides(q, k, v, dout, dk),
             *(k.shape[1], group, *extents),
             *factors,
             **_constants(q, k, scores, blocks, launch.dkv),
+            APART=launch.dkv.sums_apart,
         )
         return dq, dk, dv
 
