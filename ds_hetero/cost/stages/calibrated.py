@@ -12,6 +12,10 @@ n = 1), for micro-batches of b sequences of S tokens and a hidden size of H:
 Devices of tensor groups that share sequences have the same all-reduces, of their group's tokens, beside the times of
 their part of the model.
 
+With ``divides_experts`` the devices of a ``sequence`` stage of one pool divide the experts of every layer equally, and
+tokens travel to their experts inside the stage (`ds_hetero.cost.divided_experts`). Stages of other kinds hold experts
+as without it. No job of pipelines runs this yet; Tangram's plans of mixtures of experts have it.
+
 Other modules have the rest:
 
     sequence     stages whose devices share sequences             `ds_hetero.cost.stages.sequence`
@@ -37,11 +41,12 @@ from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import GradientTimes
 from ds_hetero.cost.stages.hops import BoundarySide, HopTimes
-from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
+from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages, fastest_mesh
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
 from ds_hetero.cost.stages.stage_loss import loss_workload
 from ds_hetero.cost.stages.stage_memory import CalibratedStageMemory, DeviceParameters
 from ds_hetero.cost.terms import communicators
+from ds_hetero.cost.terms.expert_shares import EQUAL, divided_of_layer, expect_experts
 from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.trained import largest_trained, layer_weight_bytes, trained_of_ends, trained_of_layer
 from ds_hetero.cost.terms.zero import RingCollective
@@ -62,6 +67,7 @@ class CalibratedStageCosts(StageCosts):
         inners: the kinds of stages in `INNERS` that the model can run.
         find: finds a schedule for a stage on devices of several pools, see `SequenceStages`.
         owners: owners of optimizer state, see `StageCosts`.
+        divides_experts: see `StageCosts`; owners of optimizer state are then even.
     """
 
     name = "calibrated"
@@ -74,6 +80,8 @@ class CalibratedStageCosts(StageCosts):
         inners: Sequence[str] = INNERS,
         find: FindSchedule | None = None,
         owners: str | tuple[float, ...] = "even",
+        *,
+        divides_experts: bool = False,
     ) -> None:
         if workload.keeps_attention:
             raise PlanError(
@@ -85,18 +93,53 @@ class CalibratedStageCosts(StageCosts):
                 "stages of pipelines hold the experts of their layers, but experts are to be divided among ranks. "
                 "Leave --experts out, or plan sequence parallelism: --parallel sequence."
             )
+        self._rest = workload  # the workload of everything but divided experts
+        if divides_experts:
+            self._rest = replace(workload, experts=EQUAL)
+            expect_experts(model, self._rest)
+            if owners != "even":
+                raise PlanError(
+                    f"owners of optimizer state are {owners}, and experts are to be divided among the devices of a "
+                    "stage, which is predicted for even owners alone. Leave one of both out."
+                )
         super().__init__(cluster, model, workload.seq_len, workload.activation_checkpointing)
         self.workload, self.inners, self.owners = workload, tuple(inners), owners
+        self.divides_experts = divides_experts
         self._find = find
         self.stage = cache(self.stage)  # type: ignore[method-assign]
         self._sequences = cache(self._make_sequences)  # by size of tensor groups
         self._hops = HopTimes(cluster, model, workload, self.pools)
         memory_s_per_byte = [self._memory_s_per_byte(kind) for kind in range(len(self.pools.kinds))]
-        self._gradients = GradientTimes(cluster, model, workload, memory_s_per_byte)
+        self._gradients = GradientTimes(cluster, model, self._rest, memory_s_per_byte)
+        self._expert_gradients: GradientTimes | None = None
+        if divides_experts and not workload.adapter_rank:  # beside adapters, experts are frozen
+            self._expert_gradients = GradientTimes(cluster, model, self._rest, memory_s_per_byte, experts_alone=True)
 
     def with_owners(self, owners: str | tuple[float, ...]) -> CalibratedStageCosts:
         """Return the same cost model with other owners of optimizer state."""
-        return CalibratedStageCosts(self.cluster, self.model, self.workload, self.inners, self._find, owners)
+        return CalibratedStageCosts(
+            self.cluster,
+            self.model,
+            self.workload,
+            self.inners,
+            self._find,
+            owners,
+            divides_experts=self.divides_experts,
+        )
+
+    def with_even_shares(self) -> CalibratedStageCosts:
+        """Return the same cost model whose stages share sequences equally, by the fastest mesh; unlike devices too."""
+        if self._find is fastest_mesh:
+            return self
+        return CalibratedStageCosts(
+            self.cluster,
+            self.model,
+            self.workload,
+            self.inners,
+            fastest_mesh,
+            self.owners,
+            divides_experts=self.divides_experts,
+        )
 
     # --- stages
 
@@ -144,7 +187,15 @@ class CalibratedStageCosts(StageCosts):
 
     def _make_sequences(self, tensor_size: int) -> SequenceStages:
         """Return the costs of stages that share sequences between tensor groups of this size."""
-        return SequenceStages(self.cluster, self.model, self.workload, self.pools, self._find, tensor_size)
+        return SequenceStages(
+            self.cluster,
+            self.model,
+            self.workload,
+            self.pools,
+            self._find,
+            tensor_size,
+            divides_experts=self.divides_experts,
+        )
 
     def _all_reduce_s(self, kind: int, size: int, tokens: float) -> float:
         """Return the time of one all-reduce of the activations of ``tokens`` over ``size`` tensor-parallel devices."""
@@ -200,7 +251,15 @@ class CalibratedStageCosts(StageCosts):
                 last_s=shared.loss_s + all_reduce_s + loss_s,
                 side_s=side_s + gather_s,
                 capacity_bytes=device.usable_bytes,
-                memory=self._memory(part, layer, logits, num_ranks, num_holders, cut=tensor_size),
+                memory=self._memory(
+                    part,
+                    layer,
+                    logits,
+                    num_ranks,
+                    num_holders,
+                    cut=tensor_size,
+                    expert_holders=pipelines if self.divides_experts else None,
+                ),
             )
             options.append(option)
         return replace(options[0], other_parts=tuple(options[1:]))
@@ -209,6 +268,9 @@ class CalibratedStageCosts(StageCosts):
         """Whether the model runs on devices that share sequences between tensor groups of this size."""
         if "sequence" not in self.inners:
             return False
+        if self.divides_experts:
+            # Equal numbers of experts on equal devices; experts that tensor groups cut are not predicted.
+            return len(parts) == 1 and tensor_size == 1 and self.model.num_experts % parts[0].size == 0
         if tensor_size == 1:
             return True
         if "tensor" not in self.inners or self.workload.quantization is not None:
@@ -248,7 +310,14 @@ class CalibratedStageCosts(StageCosts):
         return communicators.bytes_beyond_reserve(self.pools.kinds[part.kind].device, needed)
 
     def _memory(
-        self, part: PoolPart, layer: LayerMemory, logits: float, ranks: int, holders: int, cut: int = 1
+        self,
+        part: PoolPart,
+        layer: LayerMemory,
+        logits: float,
+        ranks: int,
+        holders: int,
+        cut: int = 1,
+        expert_holders: int | None = None,
     ) -> CalibratedStageMemory:
         """Return the memory of a device of ``part``.
 
@@ -261,6 +330,7 @@ class CalibratedStageCosts(StageCosts):
             ranks: ranks of the stage.
             holders: ranks that hold an element and add to its gradient.
             cut: devices that share the parameters of a layer, of the embedding and of the head.
+            expert_holders: ranks that hold an expert, if the ranks of the stage divide them; else None.
         """
         model, work = self.model, self.workload
         if self.pools.kinds[part.kind].device.shares_host_memory:  # offloading checkpoints frees no memory there
@@ -268,16 +338,19 @@ class CalibratedStageCosts(StageCosts):
         embedding = model.vocab_size * model.hidden_size
         trained_embedding = embedding if trained_of_ends(model, work) else 0
         owned_share = 1 / holders / cut if self.owners == "even" or holders == 1 else 0.0
+        of_layer = DeviceParameters(
+            weight_bytes=layer_weight_bytes(model, work, cut),
+            trained=trained_of_layer(model, work, cut),
+            owned=trained_of_layer(model, work) * owned_share,
+        )
+        if expert_holders is not None:
+            of_layer = self._with_divided_experts(ranks, holders, expert_holders)
         return CalibratedStageMemory(
             num_layers=model.num_layers,
             workload=work,
             layer=layer,
             logits=logits,
-            of_layer=DeviceParameters(
-                weight_bytes=layer_weight_bytes(model, work, cut),
-                trained=trained_of_layer(model, work, cut),
-                owned=trained_of_layer(model, work) * owned_share,
-            ),
+            of_layer=of_layer,
             of_end=DeviceParameters(
                 weight_bytes=work.element_bytes * embedding / cut,
                 trained=trained_embedding / cut,
@@ -290,6 +363,22 @@ class CalibratedStageCosts(StageCosts):
                 self._communicator_bytes(part, ranks, 1, holders),
                 self._communicator_bytes(part, ranks, 2, holders),
             ),
+        )
+
+    def _with_divided_experts(self, ranks: int, holders: int, expert_holders: int) -> DeviceParameters:
+        """Return the weights of one layer on a device of a stage whose ``ranks`` divide its experts equally.
+
+        Args:
+            holders: ranks that hold the other weights.
+            expert_holders: ranks that hold an expert.
+        """
+        experts = divided_of_layer(self.model, self._rest) / ranks
+        trained_experts = 0.0 if self.workload.adapter_rank else experts
+        trained = trained_of_layer(self.model, self._rest)
+        return DeviceParameters(
+            weight_bytes=layer_weight_bytes(self.model, self._rest) + experts * self.workload.element_bytes,
+            trained=trained + trained_experts,
+            owned=trained / holders + trained_experts / expert_holders,
         )
 
     # --- hops
@@ -313,7 +402,11 @@ class CalibratedStageCosts(StageCosts):
     def sync_times(self, pipelines: Sequence[PlacedPipeline]) -> SyncTimes:
         """Return the times to synchronize gradients and parameters; infinite if no owners of optimizer state fit."""
         if self.owners == "even":
-            return self._gradients.times(pipelines)
+            times = self._gradients.times(pipelines)
+            if self._expert_gradients is None:
+                return times
+            of_experts = self._expert_gradients.times(pipelines)
+            return SyncTimes(times.reduce_s + of_experts.reduce_s, times.exposed_s + of_experts.exposed_s)
         weights_J = self._owner_weights(pipelines)
         return SyncTimes(0.0, inf) if weights_J is None else self._gradients.times(pipelines, weights_J)
 

@@ -25,6 +25,9 @@ has e bytes on the wire, and 4 bytes in a sum of gradients:
 Packing and adding run during the last backward but take time of the same device. New parameters are sent in buckets,
 and a bucket travels while the next one is copied, so the longer of both counts.
 
+Experts that the devices of a stage divide are on one rank of the stage each, like the slices of a ``tensor`` stage. A
+second `GradientTimes` counts them alone; both times add up.
+
 Dimension key: N nodes, Q places of nodes in the network (`Cluster.place`), J parts of stages of all pipelines (a part
 is the devices of a stage in one pool), L layers with the embedding before and the head after them, K quantities that
 are summed at once.
@@ -42,6 +45,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, SyncTimes
 from ds_hetero.cost.stages.stage_memory import GRADIENT_SUM_BYTES
+from ds_hetero.cost.terms.expert_shares import divided_of_layer
 from ds_hetero.cost.terms.trained import trained_of_ends, trained_of_layer
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
@@ -56,13 +60,21 @@ class GradientTimes:
     """Times of gradient synchronization on a cluster, and owners of optimizer state that fit into memory.
 
     Args:
+        workload: with ``experts``, the divided experts are left out.
         memory_s_per_byte: seconds to read or write a byte of memory, by kind of device.
+        experts_alone: whether to count the divided experts, and nothing else.
     """
 
     def __init__(
-        self, cluster: Cluster, model: ModelSpec, workload: Workload, memory_s_per_byte: Sequence[float]
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        workload: Workload,
+        memory_s_per_byte: Sequence[float],
+        *,
+        experts_alone: bool = False,
     ) -> None:
-        self._workload, self._memory_s_per_byte = workload, memory_s_per_byte
+        self._workload, self._memory_s_per_byte, self._experts_alone = workload, memory_s_per_byte, experts_alone
         self._parts = cache(self._parts_uncached)
         # Seconds per byte between ranks: of two places, of a place and a node, of two nodes of a place, inside a node.
         between_QQ = cluster.node_p2p_s_per_byte[cluster.place_nodes]
@@ -72,9 +84,10 @@ class GradientTimes:
         self._inside_N1 = cluster.node_p2p_s_per_byte.diagonal()[:, None]
         has_shared_nics = np.isfinite(cluster.nic_bytes_per_s).any()
         self._nic_s_per_byte_N = 1 / cluster.nic_bytes_per_s if has_shared_nics else None
-        layers = [trained_of_layer(model, workload)] * model.num_layers
+        of_layer: float = divided_of_layer(model, workload) if experts_alone else trained_of_layer(model, workload)
+        layers = [of_layer] * model.num_layers
         first = last = 0
-        if trained_of_ends(model, workload):
+        if trained_of_ends(model, workload) and not experts_alone:
             first = model.vocab_size * model.hidden_size
             final_norm = 0 if workload.adapter_rank else model.hidden_size  # frozen beside adapters
             last = first + final_norm
@@ -216,7 +229,8 @@ class GradientTimes:
         num_bounds, integers, numbers = len(self._parameters_L) + 1, [], []
         for block, start, stop in zip(blocks, starts.tolist(), stops.tolist(), strict=True):
             parameters = self._parameters_L[start:stop].sum()
-            num_slices = block.size if block.inner == "tensor" else block.tensor_size
+            is_cut = block.inner == "tensor" or self._experts_alone
+            num_slices = block.size if is_cut else block.tensor_size
             for part in block.parts:
                 row = part.node * num_bounds
                 integers.append((row + start, row + stop, start, stop, part.node))

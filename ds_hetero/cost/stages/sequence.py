@@ -29,6 +29,7 @@ from ds_hetero.common.rounding import ceil_div
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.stages.stage import PoolPart, Pools
 from ds_hetero.cost.stages.stage_loss import loss_workload
+from ds_hetero.cost.terms.expert_shares import EQUAL, share_of_experts_D
 from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.cost.workload import Workload
@@ -62,6 +63,7 @@ class SequenceStages:
         find: finds a schedule for devices of several pools; it returns None if there is none. Without ``find``, stages
             of several pools exist only if `keep` gave them a schedule.
         tensor_size: devices of each tensor group; 1 for none.
+        divides_experts: whether the devices divide the experts of a layer equally, and tokens travel to them.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class SequenceStages:
         pools: Pools,
         find: FindSchedule | None,
         tensor_size: int = 1,
+        *,
+        divides_experts: bool = False,
     ) -> None:
         self._cluster, self._workload, self._find, self._tensor_size = cluster, workload, find, tensor_size
+        self._experts = EQUAL if divides_experts else None
         self._model = column_model(model, tensor_size)
         self._ranks_of_pool = {(pool.kind, pool.node): pool.ranks for pool in pools.pools}
         self._largest = pools.largest
@@ -108,9 +113,7 @@ class SequenceStages:
         if size < 2 or self._workload.seq_len < size:
             return None
         if len(parts) == 1:
-            cost = self._cost(parts, micro_batch_size, True)
-            meshes = usp_meshes(size, self._model.num_heads, self._model.num_kv_heads)
-            return min(meshes, key=lambda schedule: cost.block_s(*cost.arrays(schedule)))
+            return fastest_mesh(self._cost(parts, micro_batch_size, True))
         if self._find is None:
             return None
         schedule = self._find(self._cost(parts, 1, True))
@@ -136,6 +139,11 @@ class SequenceStages:
         share = LayerShare.of_sequence(cost.model, cost.workload, grouping, tokens_D, heads_D)
         if not cost.workload.adapter_rank:
             share = share._replace(residual_cut=self._tensor_size)
+        if self._experts is not None:
+            share = share._replace(
+                experts=share_of_experts_D(cost.model, cost.workload, cost.cluster),
+                expert_tokens=share.tokens.sum(axis=-1, keepdims=True),
+            )
         memory = layer_memory(cost.model, cost.workload, share)
         loss_work = loss_workload(cost.workload)
         loss_cost = cost if loss_work == cost.workload else CalibratedCostModel(cost.cluster, cost.model, loss_work)
@@ -186,6 +194,7 @@ class SequenceStages:
             fused_kernels=work.fused_kernels,
             compiled=work.compiled,
             selective_checkpointing=selective,
+            experts=self._experts,
         )
         one_layer = replace(self._model, num_layers=1)
         # The other devices of the tensor groups are not in this subset, which gets its share of NICs and switches.
@@ -223,6 +232,12 @@ class SequenceStages:
             return parts[0].kind, parts[0].size, micro_batch_size
         links = tuple(int(self._cluster.link_class[a, b]) for a, b in combinations(nodes, 2))
         return tuple((part.kind, nodes.index(part.node), part.size) for part in parts), links, micro_batch_size
+
+
+def fastest_mesh(cost: CalibratedCostModel) -> Schedule:
+    """Return the fastest mesh of Ulysses and ring with equal shares, for the devices of a cost model."""
+    meshes = usp_meshes(cost.cluster.num_ranks, cost.model.num_heads, cost.model.num_kv_heads)
+    return min(meshes, key=lambda schedule: cost.block_s(*cost.arrays(schedule)))
 
 
 def column_model(model: ModelSpec, tensor_size: int) -> ModelSpec:

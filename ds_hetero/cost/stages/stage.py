@@ -277,12 +277,15 @@ class StageCosts(ABC):
         hop_in_step: whether a hop runs after its stage instead of beside it, so that both together bound the period.
         owners: owners of optimizer state: ``"even"``, ``"fitted"`` to memory, or weights as `owner_weights` returns
             them; None if the cost model does not model owners.
+        divides_experts: whether devices that share sequences also divide the experts of their layers, as expert
+            parallelism does; False if every device has the experts of its own tokens.
     """
 
     name: str  # name of the cost model
     hop_in_step = False
     inners: tuple[str, ...] = ("tensor",)  # ways in which several devices may share the work of a stage
     owners: str | tuple[float, ...] | None = None
+    divides_experts = False
 
     def __init__(self, cluster: Cluster, model: ModelSpec, seq_len: int, activation_checkpointing: bool) -> None:
         expect_alike_layers(model)
@@ -387,6 +390,10 @@ class StageCosts(ABC):
             slowest_pipeline_s: time of the slowest pipeline.
             overlap_s: one backward on the first stage of that pipeline, during which gradients travel.
         """
+
+    def with_even_shares(self) -> StageCosts:
+        """Return the same cost model for stages whose devices share sequences equally; itself if it has none."""
+        return self
 
     def with_owners(self, owners: str | tuple[float, ...]) -> StageCosts:
         """Return the same cost model with other owners of optimizer state."""

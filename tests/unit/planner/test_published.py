@@ -192,7 +192,7 @@ def test_a_foreign_parallelizer_plans_the_islands():
         (lambda plan: {"period_s": float("nan")}, "period_s <= latency_s"),
         (lambda plan: {"memory_bytes": 1e15}, "the island's smallest device has"),
         (lambda plan: {"output_shape": (1, 2, 3)}, "the next island expects"),
-        (lambda plan: {"expert_parallel": 2}, "expert_parallel=2, and no cost model sends tokens to experts"),
+        (lambda plan: {"expert_parallel": 2}, "for which this cost model counts 1: with divides_experts, devices"),
         (
             lambda plan: {"tensor_parallel": 2, "sequence_parallel": 2},
             "share its work in one way, one of tensor, sequence",

@@ -7,7 +7,9 @@ stages of a composed pipeline have the same degree of data parallelism, so one c
 every size of micro-batches.
 
 A partial plan also has a ZeRO stage, recomputation and expert parallelism. Our cost models of stages count one choice
-of the first two for a whole plan, and no expert parallelism; partial plans with other choices are refused.
+of each for a whole plan; partial plans with other choices are refused. With ``divides_experts`` the devices of a stage
+that share sequences divide its experts, too, as in the paper's use of LAER-MoE: tokens travel to their experts inside
+an island, and islands exchange activations alone.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class PartialPlan:
     data_parallel: int  # number of lanes
     tensor_parallel: int  # devices of a stage that share its weights
     sequence_parallel: int  # devices of a stage that share its sequences; tensor_parallel or this is 1
-    expert_parallel: int  # devices that share experts
+    expert_parallel: int  # devices of a stage that divide its experts, among which tokens travel
     zero_stage: int  # 0 to 3
     recomputation: bool  # whether the backward recomputes the activations of every layer
     layers: tuple[int, ...]  # layers of the stages of a lane, first to last
@@ -63,6 +65,11 @@ class PartialPlan:
 def counted_zero_stage(costs: StageCosts) -> int:
     """Return the ZeRO stage that a cost model of stages counts: 2, or 0 if it partitions nothing."""
     return 0 if costs.owners is None else 2
+
+
+def counted_expert_parallel(costs: StageCosts, sequence_parallel: int) -> int:
+    """Return how many devices divide the experts of a stage whose ``sequence_parallel`` devices share sequences."""
+    return sequence_parallel if costs.divides_experts else 1
 
 
 class Parallelizer(Protocol):
@@ -138,8 +145,11 @@ class CheckedParallelizer:
     def _uncounted_choice(self, plan: PartialPlan) -> str | None:
         """Return the first choice of a partial plan that the cost model has no costs for; None if there is none."""
         costs, zero_stage = self._costs, counted_zero_stage(self._costs)
-        if plan.expert_parallel > 1:
-            return f"expert_parallel={plan.expert_parallel}, and no cost model sends tokens to experts on other devices"
+        if plan.expert_parallel != (counted := counted_expert_parallel(costs, plan.sequence_parallel)):
+            return (
+                f"expert_parallel={plan.expert_parallel} with sequence_parallel={plan.sequence_parallel}, for which "
+                f"this cost model counts {counted}: with divides_experts, devices that share sequences divide experts"
+            )
         if plan.sequence_parallel > 1 and ("sequence" not in costs.inners or plan.tensor_parallel > 1):
             return (
                 f"sequence_parallel={plan.sequence_parallel} with tensor_parallel={plan.tensor_parallel}; the devices "

@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.pipeline_search.blocks import block_of, sizes_up_to
-from ds_hetero.planner.published.tangram.interface import PartialPlan, Slice, counted_zero_stage
+from ds_hetero.planner.published.tangram.interface import (
+    PartialPlan,
+    Slice,
+    counted_expert_parallel,
+    counted_zero_stage,
+)
 from ds_hetero.planner.published.tangram.islands import Island
 
 
@@ -84,11 +89,12 @@ class UniformParallelizer:
             stage_bytes.append(option.memory_bytes(count, first, last, in_flight))
         if max(stage_bytes) > option.capacity_bytes:
             return None
+        sequence_parallel = size if inner == "sequence" else 1
         return PartialPlan(
             data_parallel=num_lanes,
             tensor_parallel=1 if inner == "sequence" else size,
-            sequence_parallel=size if inner == "sequence" else 1,
-            expert_parallel=1,
+            sequence_parallel=sequence_parallel,
+            expert_parallel=counted_expert_parallel(self._costs, sequence_parallel),
             zero_stage=counted_zero_stage(self._costs),
             recomputation=self._costs.activation_checkpointing,
             layers=layers,
