@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -15,7 +16,7 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
 from ds_hetero.planner.pipeline_search.given_layers import evaluate_with_layers
-from ds_hetero.planner.pipeline_search.uniform_grids import uniform_grids
+from ds_hetero.planner.pipeline_search.uniform_grids import context_parallel_grids, uniform_grids
 from ds_hetero.planner.pipelines.explain import shape_text
 from ds_hetero.planner.planning import searched_candidates
 from ds_hetero.planner.published.interface import PublishedPlanner
@@ -33,7 +34,8 @@ def best_grid(
 ) -> tuple[BaselinePlan, PlanCandidate | None]:
     """Return the best uniform grid over all devices, as a baseline and as a candidate for the plan.
 
-    If no grid fits, the baseline says why, and the candidate is None.
+    If no grid fits, the baseline says why, and the candidate is None. Stages that share sequences share them equally:
+    the candidate's schedules are those of `StageCosts.with_even_shares`.
 
     Args:
         samples: global batch.
@@ -42,9 +44,13 @@ def best_grid(
     best: PlanCandidate | None = None
     best_name = ""
     num_grids = 0
-    for name, pipelines in uniform_grids(costs, samples, sizes):
+    even_costs = costs.with_even_shares()
+    grids = itertools.chain(
+        uniform_grids(even_costs, samples, sizes), context_parallel_grids(even_costs, samples, sizes)
+    )
+    for name, pipelines in grids:
         num_grids += 1
-        candidate = evaluate_with_layers(costs, objective, pipelines)
+        candidate = evaluate_with_layers(even_costs, objective, pipelines)
         if candidate is not None and (best is None or candidate.value < best.value):
             best, best_name = candidate, name
     if best is None:

@@ -386,9 +386,10 @@ def _best_grid(models: Sequence[StageCosts], task: _Task, finalists: list[_Final
     """Return the best uniform grid under any of the cost models; add the best grid under each to ``finalists``."""
     best = None
     for costs in models:
-        baseline, candidate = best_grid(costs, task.objective, task.global_batch, task.sizes)
+        even_costs = costs.with_even_shares()  # by which the candidate's schedules are found
+        baseline, candidate = best_grid(even_costs, task.objective, task.global_batch, task.sizes)
         if candidate is not None and candidate.value < TOO_LONG:
-            finalists.append(_Finalist(costs, finish(costs, candidate), candidate.value, ()))
+            finalists.append(_Finalist(even_costs, finish(even_costs, candidate), candidate.value, ()))
         if best is None or _is_better(baseline, best):
             best = baseline
     assert best is not None
