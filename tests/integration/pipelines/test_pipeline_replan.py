@@ -12,6 +12,7 @@ from tests.integration.pipelines.test_pipelines import (
     PLANS,
     adamw,
     batches,
+    grouped_stage,
     made_model,
     pipeline,
     plan_of,
@@ -42,7 +43,11 @@ TENSORS = plan_of(
         {"ranks": [3, 2], "layers": [3, 4], "inner": "tensor"},
     ),
 )  # fmt: skip
+GROUPS = plan_of(
+    pipeline(1, 4, grouped_stage([0, 3], 2, [([0, 2], [3, 1], [2, 2])]), {"ranks": [4], "layers": [3, 4]}),
+)
 MOVES = {
+    "groups": (GROUPS, [([1, 3],), ([3, 1],), ([2, 2],)]),
     "tensor": (TENSOR, [([1, 3], [4]), ([2, 2], [4])]),
     "tensors": (TENSORS, [([1, 3],), ([3, 1],), ([2, 2],)]),
     "one": (ONE, [([1, 3], [3, 1]), ([3, 1], [2, 2]), ([2, 2], [1, 3])]),
@@ -102,12 +107,14 @@ def held_layers(model):
         pytest.param("sequence", {}, True, id="sequence stages and adapters"),
         pytest.param("tensor", {}, True, id="tensor stages and adapters"),
         pytest.param("tensors", {"tie_word_embeddings": True, "vocab_size": VOCAB + 3}, False, id="tensor stages"),
+        pytest.param("groups", {"tie_word_embeddings": True}, False, id="tensor groups"),
+        pytest.param("groups", {}, True, id="tensor groups and adapters", marks=pytest.mark.slow),
     ],
 )
 def test_training_goes_on_as_on_one_process(name, changes, lora):
-    outcomes = run_deepspeed(moved_as_one_process, 4, name, changes, lora)
+    outcomes = run_deepspeed(moved_as_one_process, len(read_plan(MOVES[name][0]).ranks), name, changes, lora)
     assert max(worst for worst, _ in outcomes) < 1e-12
-    layers = {"one": [2, 2, 1, 3], "tensors": [2, 2, 2, 2]}.get(name, [2, 2, 2, 4])
+    layers = {"one": [2, 2, 1, 3], "tensors": [2, 2, 2, 2], "groups": [2] * 5}.get(name, [2, 2, 2, 4])
     assert [held for _, held in outcomes] == layers
 
 
@@ -181,6 +188,3 @@ def test_layers_that_cannot_move_are_refused():
     model.model.layers[1].register_buffer("scale", torch.ones(1))
     with pytest.raises(ConfigError, match=r"buffers \(model.layers.1.scale\)"):
         expect_movable(model, plan)
-    grouped = read_plan(PLANS["tensor groups and a single stage"])
-    with pytest.raises(ConfigError, match="share their tokens from the first"):
-        expect_movable(made_model({}, False), grouped)

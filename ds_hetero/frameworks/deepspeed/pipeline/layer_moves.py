@@ -53,15 +53,8 @@ def expect_movable(stage_model: nn.Module, plan: Plan) -> None:
     """Check that a model's layers can be moved, as ``"replan"`` asks.
 
     Raises:
-        ConfigError: they have buffers, or weights of 4 bits, whose constants are no parameters; or the plan has tensor
-            groups, whose ranks share tokens from the first layer of the stage to its last one.
+        ConfigError: they have buffers, or weights of 4 bits, whose constants are no parameters.
     """
-    if any(stage.tensor_size > 1 for pipeline in plan.pipelines for stage in pipeline.stages):
-        raise ConfigError(
-            '"replan.enabled" cannot move the layers of a plan with "tensor_size": the ranks of a tensor group share '
-            "their tokens from the first to the last layer of their stage, and these would be others. Leave "
-            '"replan" out, or start the job again with another plan: checkpoints load under any plan.'
-        )
     if packed := next(packed_names(stage_model), None):
         raise ConfigError(
             f'"replan.enabled" cannot move the layers of this model, which have weights of 4 bits ({packed}). Leave '

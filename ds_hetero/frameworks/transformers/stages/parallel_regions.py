@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ds_hetero.errors import ModelError
 from ds_hetero.runtime.shared_tokens import copies_of_parts, enter_region, leave_region, part_of_copies
@@ -32,14 +34,23 @@ class ParallelRegions:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._num_tokens = 0  # of the group, in the layer that runs
+        self._ends: list[RemovableHandle] = []  # hooks of the first and the last layer
+        self._wrapped = WeakSet[nn.Module]()  # layers; a re-plan may bring back a layer that has left this rank
 
     def share_between(self, first_layer: nn.Module, last_layer: nn.Module) -> None:
-        """Share the tokens from the input of one layer to the output of another one."""
-        first_layer.register_forward_pre_hook(self._share, with_kwargs=True, prepend=True)
-        last_layer.register_forward_hook(self._unshare)
+        """Share the tokens from the input of one layer to the output of another one, and no longer between others."""
+        for hook in self._ends:
+            hook.remove()
+        self._ends = [
+            first_layer.register_forward_pre_hook(self._share, with_kwargs=True, prepend=True),
+            last_layer.register_forward_hook(self._unshare),
+        ]
 
     def wrap_layer(self, layer: nn.Module) -> None:
         """Make the children of a layer that have sharded weights regions."""
+        if layer in self._wrapped:
+            return
+        self._wrapped.add(layer)
         # A hook of the layer also runs when the layer is recomputed, amid a backward of another micro-batch.
         layer.register_forward_pre_hook(self._read_tokens, with_kwargs=True)
         for region in regions_of(layer):

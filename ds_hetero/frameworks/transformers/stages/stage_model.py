@@ -146,6 +146,8 @@ class StageModel:
                 if self._cut is not None:
                     self._cut.cut_layer(layer, f"{parts_of(self._pretrained).layers}.{index}")
                 layers[index] = with_memory(layer, device).train(self._decoder.training)
+        if self._cut is not None:
+            self._cut.share_tokens_in(layers)
         self._time_layers()
 
     @property

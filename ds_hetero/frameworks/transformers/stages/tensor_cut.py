@@ -13,7 +13,7 @@ In tensor groups, the ranks also share the tokens between attention and MLP, see
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -57,14 +57,23 @@ class TensorCut:
         # Layers whose dropout of heads was cut. On a re-plan a layer may leave this rank, and come back later.
         self._layers_with_cut_heads = WeakSet[nn.Module]()
         self._num_heads = head_counts(pretrained)[0]
-        decoder, layers = pretrained.base_model, parts_of(pretrained).layers
-        for index, layer in enumerate(getattr(decoder, layers)):
-            self.cut_layer(layer, f"{layers}.{index}")
+        name = parts_of(pretrained).layers
+        layers = list(getattr(pretrained.base_model, name))
+        for index, layer in enumerate(layers):
+            self.cut_layer(layer, f"{name}.{index}")
         shards: dict[int, nn.Parameter] = {}
         _cut_by_words(pretrained.get_input_embeddings(), mesh, embed_part, shards)
         self.words = _cut_by_words(pretrained.get_output_embeddings(), mesh, project_to_part, shards)
+        self.share_tokens_in(layers)
+
+    def share_tokens_in(self, layers: Iterable[nn.Module]) -> None:
+        """Share the tokens of norms and residuals between the first and the last layer of this stage, if at all.
+
+        Args:
+            layers: of the decoder; those of other stages are `Absent`.
+        """
         if self.regions is not None:
-            stage_layers = [layer for layer in getattr(decoder, layers) if not isinstance(layer, Absent)]
+            stage_layers = [layer for layer in layers if not isinstance(layer, Absent)]
             self.regions.share_between(stage_layers[0], stage_layers[-1])
 
     def cut_layer(self, layer: nn.Module, name: str) -> None:
