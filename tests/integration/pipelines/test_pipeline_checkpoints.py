@@ -12,14 +12,17 @@ import torch
 from ds_hetero.gradient_sync.shards import full_parameter
 from tests.integration.pipelines.test_pipelines import (
     ALONE,
+    HEADS,
     PLANS,
     adamw,
     batches,
     consolidated,
+    grouped_stage,
     made_model,
     of_eight_samples,
     pipeline,
     plan_of,
+    sequence_stage,
     train,
     trained,
 )
@@ -37,11 +40,11 @@ FIVE = {
 STEPS = 2
 
 
-def started(plan, lora=False, tied=True):
+def started(plan, lora=False, tied=True, **changes):
     """An engine on a new model, the model, and its first values by name."""
     import deepspeed
 
-    model = made_model({"tie_word_embeddings": tied}, lora)
+    model = made_model({"tie_word_embeddings": tied, **changes}, lora)
     first = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = adamw(trained(model))
     config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": of_eight_samples(plan)}}
@@ -101,6 +104,65 @@ def test_every_plan_loads_what_every_other_one_saved(tmp_path):
     outcomes = run_deepspeed(all_pairs, 5, str(tmp_path), timeout_s=500)
     losses = [loss for of_rank in outcomes for _, _, loss in of_rank.values()]
     assert len(outcomes[0]) == 64
+    assert all(exact and steps == STEPS + 1 for of_rank in outcomes for exact, steps, _ in of_rank.values())
+    assert max(losses) - min(losses) < 1e-11
+
+
+DEGREES = {  # of tensor parallelism
+    "2": plan_of(
+        pipeline(1, 8, grouped_stage([0, 4], 2, [([0, 2], [3, 1], [2, 2]), ([4, 6], [1, 2], [4, 0])], HEADS)),
+        kv_heads=HEADS,
+    ),
+    "4": plan_of(pipeline(1, 8, grouped_stage([0, 4], 4, [([0, 4], [2, 1], [4, 0])], HEADS)), kv_heads=HEADS),
+    "2 beside 4": plan_of(
+        pipeline(1, 4, grouped_stage([0, 4], 2, [([0], [1], [4]), ([2], [2], [4])], HEADS)),
+        pipeline(1, 4, {"ranks": [4, 5, 6, 7], "layers": [0, 4], "inner": "tensor"}),
+        kv_heads=HEADS,
+    ),
+    "1": plan_of(
+        pipeline(
+            1,
+            8,
+            {"ranks": [0], "layers": [0, 1]},
+            sequence_stage([1, 2, 3], [1, 4], [3, 1, 2], [2, 1, 1], kv_heads=HEADS),
+        ),
+        kv_heads=HEADS,
+    ),
+}
+
+
+def degrees_change(rank, folder):
+    """By pair of plans, each the next one's source: whether the second has the first's bits, and its next loss."""
+    import ds_hetero
+
+    compute_in(torch.float64)
+    handle = ds_hetero.register()
+    steps = batches(of_eight_samples(ALONE), STEPS + 1, True)
+    names, outcomes, source = list(DEGREES), {}, None
+    for name in [*names, names[0]]:
+        engine, *_ = started(DEGREES[name], num_key_value_heads=HEADS)
+        if source is None:
+            train(handle.for_engine(engine), engine, steps[:STEPS])
+        else:
+            engine.load_checkpoint(folder, tag=source)
+            exact = has_the_bits(engine, saved_values(Path(folder, source)))
+        engine.save_checkpoint(folder, tag=name if source is None else f"{name} from {source}")
+        if source is not None:
+            (loss,) = train(handle.for_engine(engine), engine, steps[STEPS:])
+            outcomes[source, name] = exact, engine.global_steps, loss
+            source = f"{name} from {source}"
+        else:
+            source = name
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.slow
+def test_tensor_groups_go_on_under_other_degrees(tmp_path):
+    """From degree 2 to 4, to 2 beside 4, to none, and back; the same state all the way, so the same loss next."""
+    outcomes = run_deepspeed(degrees_change, 8, str(tmp_path), timeout_s=280)
+    losses = [loss for of_rank in outcomes for _, _, loss in of_rank.values()]
+    assert len(outcomes[0]) == 4
     assert all(exact and steps == STEPS + 1 for of_rank in outcomes for exact, steps, _ in of_rank.values())
     assert max(losses) - min(losses) < 1e-11
 

@@ -77,8 +77,8 @@ PLANS = {
 }  # fmt: skip
 
 
-def batches(plan, steps, packed):
-    """Global batches; labels are missing here and there."""
+def batches(plan, steps, packed, padded=False):
+    """Global batches; labels are missing here and there. Padded rows end, or begin, with up to a third of padding."""
     generator = torch.Generator().manual_seed(3)
     samples = sum(p["micro_batch_size"] * p["micro_batches"] for p in plan["pipelines"])
     made = []
@@ -92,6 +92,11 @@ def batches(plan, steps, packed):
             positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cuts)])
             batch["position_ids"] = positions.expand(samples, length).contiguous()
             labels[:, cuts[1:-1]] = -100
+        if padded:
+            real = length - torch.randint(0, length // 3, (samples, 1), generator=generator)
+            places = torch.arange(length).expand(samples, length)
+            batch["attention_mask"] = (places < real if step % 2 else places >= length - real).long()
+            labels.masked_fill_(batch["attention_mask"] == 0, -100)
         made.append(batch)
     return made
 
@@ -187,13 +192,14 @@ def errors_against_one_process(
     dtype=torch.float64,
     make_optimizer=adamw,
     section=None,
+    padded=False,
 ):
     """The largest difference of a loss, a norm or a parameter, and how many elements this rank holds."""
     import deepspeed
 
     whole = made_model(changes, lora).to(dtype)
     model = made_model(changes, lora).to(dtype) if model is None else model
-    steps = batches(plan, steps, packed)
+    steps = batches(plan, steps, packed, padded)
     losses, norms = train_alone(whole, steps, make_optimizer(trained(whole)), 0.5)
     config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan, **(section or {})}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(trained(model)), config=config)

@@ -19,7 +19,7 @@ from tests.integration.pipelines.test_pipelines import (
     plan_of,
     sequence_stage,
 )
-from tests.integration.tiny import compute_in, llama
+from tests.integration.tiny import checkpoint_activations, compute_in, llama
 from tests.support import run_deepspeed
 
 PLANS = {
@@ -39,6 +39,7 @@ PLANS = {
                  grouped_stage([1, 4], 2, [([0, 2], [0, 1], [2, 2])])),
     ),
 }  # fmt: skip
+RANKS = (2, 8, 3, 6, 4, 8, 5, 7, 6, 8)  # of the random plans, twenty of each
 CASES = {
     "packed, tied": {"changes": {"tie_word_embeddings": True}, "packed": True},
     "adapters": {"changes": {}, "lora": True},
@@ -91,30 +92,48 @@ def test_tokens_are_shared_where_attention_and_mlp_begin_and_end_whole(changed, 
 
 
 def random_plan(rng, num_ranks):
-    """One or two pipelines, at least one of which has a stage of tensor groups of two or four ranks."""
-    pipelines, first = [], 0
-    while num_ranks - first >= 4:
-        size = rng.choice([size for size in (2, 4) if 2 * size <= num_ranks - first])
-        members = rng.randint(2, (num_ranks - first) // size)
+    """Pipelines with tensor groups of one, two or four ranks, some of them beside others of another size.
+
+    At least one is of two ranks or more. A group alone is a tensor stage, groups of one rank are a sequence stage.
+    """
+    pipelines, first, degrees = [], 0, set()
+    while num_ranks - first >= 2:
+        left = num_ranks - first
+        size = rng.choice([size for size in (1, 2, 2, 4, 4) if size <= left])
+        if size == 1 and degrees <= {1} and left <= 3:
+            size = 2  # so that one pipeline has tensor groups
+        members = rng.randint(1, left // size)
         has_stage_before = first + members * size < num_ranks and rng.random() < 0.5
         cut = rng.randint(1, LAYERS - 1) if has_stage_before else 0
         stages = []
         if has_stage_before:
             stages, first = [{"ranks": [first], "layers": [0, cut]}], first + 1
-        firsts = [first + size * member for member in range(members)]
-        rng.shuffle(firsts)
-        groups = []
-        sizes = random_parts(rng, members, rng.randint(1, min(2, members)))
-        for start, count in zip(itertools.accumulate([0, *sizes[:-1]]), sizes, strict=True):
-            ranks = firsts[start : start + count]
-            heads = [size * (share - 1) for share in random_parts(rng, HEADS // size + count, count)]
-            groups.append((ranks, [rng.choice((0, 1, 2.5)) for _ in ranks], heads))
-        groups[0][1][0] = 1
-        layout = rng.choice(("zigzag", "contiguous"))
-        stages.append(grouped_stage([cut, LAYERS], size, groups, HEADS, layout))
+        stages.append(random_stage(rng, first, [cut, LAYERS], size, members))
         pipelines.append(pipeline(rng.randint(1, 2), rng.randint(1, 3), *stages))
         first += members * size
-    return plan_of(*pipelines, kv_heads=HEADS)
+        degrees.add(size)
+    return plan_of(*pipelines, kv_heads=HEADS) if max(degrees) > 1 else random_plan(rng, num_ranks)
+
+
+def random_stage(rng, first, layers, size, members):
+    """A stage of ``members`` tensor groups of ``size`` ranks from ``first`` on, in one or two groups of all-to-alls."""
+    if members == 1:
+        ranks = list(range(first, first + size))
+        return {"ranks": ranks, "layers": layers, "inner": "one" if size == 1 else "tensor"}
+    firsts = [first + size * member for member in range(members)]
+    rng.shuffle(firsts)
+    groups = []
+    sizes = random_parts(rng, members, rng.randint(1, min(2, members)))
+    for start, count in zip(itertools.accumulate([0, *sizes[:-1]]), sizes, strict=True):
+        ranks = firsts[start : start + count]
+        heads = [size * (share - 1) for share in random_parts(rng, HEADS // size + count, count)]
+        groups.append((ranks, [rng.choice((0, 1, 2.5)) for _ in ranks], heads))
+    groups[0][1][0] = 1
+    layout = rng.choice(("zigzag", "contiguous"))
+    stage = grouped_stage(layers, size, groups, HEADS, layout)
+    if size == 1:
+        del stage["tensor_size"]
+    return stage
 
 
 def random_errors(rank, world_size, seeds):
@@ -127,15 +146,39 @@ def random_errors(rank, world_size, seeds):
         rng = random.Random(seed)
         plan = random_plan(rng, world_size)
         changes = {"num_key_value_heads": HEADS, "tie_word_embeddings": rng.random() < 0.4}
-        packed, lora = rng.random() < 0.5, rng.random() < 0.3
-        worst[seed], _ = errors_against_one_process(handle, plan, changes, packed, lora)
+        packed, lora = rng.random() < 0.4, rng.random() < 0.3
+        padded = not packed and rng.random() < 0.6
+        model = made_model(changes, lora)
+        if rng.random() < 0.3:
+            checkpoint_activations(model, reentrant=False)
+        section = {"tile_tokens": 4} if rng.random() < 0.2 else None
+        worst[seed], _ = errors_against_one_process(
+            handle, plan, changes, packed, lora, model=model, section=section, padded=padded
+        )
     return worst
+
+
+def test_random_plans_have_degrees_of_all_sizes_beside_each_other():
+    """What the sweep below draws."""
+    mixed, degrees = 0, set()
+    for first_seed in range(0, 200, 20):
+        for seed in range(first_seed, first_seed + 20):
+            plan = random_plan(random.Random(seed), RANKS[first_seed // 20])
+            of_plan = {degree_of(p["stages"][-1]) for p in plan["pipelines"]}
+            assert max(of_plan) > 1
+            mixed += len(of_plan) > 1
+            degrees |= of_plan
+    assert degrees == {1, 2, 4} and mixed > 30
+
+
+def degree_of(stage):
+    return len(stage["ranks"]) if stage.get("inner") == "tensor" else stage.get("tensor_size", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("first_seed", range(0, 200, 20))
 def test_random_tensor_groups_train_as_one_process(first_seed):
-    world_size = 5 + first_seed // 20 % 4
+    world_size = RANKS[first_seed // 20]
     outcomes = run_deepspeed(random_errors, world_size, world_size, range(first_seed, first_seed + 20), timeout_s=280)
     assert max(error for of_rank in outcomes for error in of_rank.values()) < 1e-11, outcomes

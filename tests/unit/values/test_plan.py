@@ -174,6 +174,7 @@ def test_ranks_of_a_tensor_group_hold_the_same_tokens_and_each_a_part_of_the_hea
         (grouped(3), "ranks 3 apart, the first of each tensor group"),
         (grouped(0), "tensor_size must be a whole number"),
         (grouped("2"), "tensor_size must be a whole number"),
+        (grouped([2, 1]), r"tensor_size is \[2, 1\], but all tensor groups of a stage have one size"),
         (grouped(heads=[21, 11, 8]), "21 heads of rank 0 cannot be shared by the 2 ranks"),
         (grouped(16, ranks=[0, 16, 32]), "40 heads cannot be shared by the 16 ranks"),
         (grouped(20, ranks=[0, 20, 40], heads=[40, 0, 0]), "8 KV heads cannot be shared by the 20 ranks"),
