@@ -172,8 +172,8 @@ def _read_stage(where: str, data: Any) -> Stage:
     tensor_size = data.get("tensor_size", 1)
     if isinstance(tensor_size, (list, tuple)):
         raise PlanError(
-            f"{where}.tensor_size is {shortened(tensor_size)}, but all tensor groups of a stage have one size. Give one "
-            "number. Other stages, and the stages of other pipelines, may have another."
+            f"{where}.tensor_size is {shortened(tensor_size)}, but all tensor groups of a stage have one size. Give "
+            "one number. Other stages, and the stages of other pipelines, may have another."
         )
     expect_whole_number(f"{where}.tensor_size", tensor_size, 1, MAX_HEADS, PlanError)
     try:
