@@ -149,7 +149,7 @@ def header_of(placed: PlacedBatch, rank: int, model: nn.Module) -> Tensor:
 def _engine_of(job: Job, recorder: Recorder) -> tuple[Any, Any]:
     with recorder.inside("states"):
         engine, handle = engine_of(job, device())
-    _watch_layers(engine.module, recorder)
+    watch_layers(engine.module, recorder)
     _sharded_models(engine, recorder)
     return engine, handle
 
@@ -199,7 +199,7 @@ def _sharded_models(engine: Any, recorder: Recorder) -> None:
             sharded.clock = RecordingClock(recorder)  # type: ignore[assignment]
 
 
-def _watch_layers(model: nn.Module, recorder: Recorder) -> None:
+def watch_layers(model: nn.Module, recorder: Recorder) -> None:
     """Tell the recorder which decoder layer runs, forward and backward, and which part of it."""
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
     for number, layer in enumerate(layers):

@@ -38,6 +38,29 @@ def test_a_step_waits_once_and_launches_about_as_much_as_stock_ulysses():
 
 
 @pytest.mark.slow
+def test_a_layer_of_a_tensor_group_never_waits_for_the_host():
+    """Beside single ranks: the collectives of both regions, and those of the exchange, which are the same."""
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fake_gpu.tensor_groups", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+    )
+    rows = {row["stage"]: row for row in json.loads(run.stdout.splitlines()[-1])}
+    assert run.returncode == 0
+    assert [row["sync_places_in_layers"] for row in rows.values()] == [{}] * 5
+    launches = {stage: (row["launches"], row["collectives"]) for stage, row in rows.items()}
+    assert launches == {
+        "two single ranks in an all-to-all": (183, 6),
+        "two tensor groups of 2 in an all-to-all": (192, 17),
+        "two tensor groups of 4 in an all-to-all": (192, 17),
+        "two single ranks in a ring": (187, 6),
+        "two tensor groups of 2 in a ring": (196, 17),
+    }
+
+
+@pytest.mark.slow
 def test_a_recorded_step_is_played_on_its_cluster_and_on_a_faster_one(tmp_path):
     """Products of two layers and the head of both ranks are those that the model's parameters ask for."""
     from ds_hetero.cluster.files import load_cluster

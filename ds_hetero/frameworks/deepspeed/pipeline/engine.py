@@ -141,7 +141,7 @@ class PipelineInstaller(Installer):
         # sequence stages, those between neighbouring stages, and in `_build` those of tensor stages and the
         # synchronizer.
         has_sequences = "sequence" in stage_kinds_of(self._plan)
-        replica = make_replica(_plan_of_stages(self._plan), process_groups) if has_sequences else None
+        replica = make_replica(plan_of_stages(self._plan), process_groups) if has_sequences else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
             stage.shard_sequences(replica, requested_kernel(self._section.attention, self._rank))
@@ -326,7 +326,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _plan_of_stages(plan: Plan) -> Plan:
+def plan_of_stages(plan: Plan) -> Plan:
     """Return a plan of replicas for the attention of sequence stages.
 
     Each of these stages is a replica, or with tensor groups several: the first ranks of all groups, the second ranks,
