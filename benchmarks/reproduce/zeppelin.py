@@ -2,7 +2,7 @@
 
     python -m benchmarks.reproduce.zeppelin [--batches N] [--json]
 
-    cells      27: three models and clusters, three data sets, three contexts; speed-up over Transformer Engine's
+    cells      36: four models with their clusters, three data sets, three contexts; speed-up over Transformer Engine's
                context parallelism, with the constants of the paper's traces ("fitted") and at nominal rates
     ablation   routing alone, engine alone, both, and with remapping: 3B on 32 GPUs of cluster A, ArXiv
     rounds     all rounds of one ring: 3B on 16 GPUs, 64K tokens
@@ -147,7 +147,7 @@ def failures(outcome: dict[str, Any]) -> Iterator[str]:
 
 def show(outcome: dict[str, Any], console: Console) -> None:
     """Print the tables."""
-    table = Table("speed-up over TE", title="27 cells: mean and best")
+    table = Table("speed-up over TE", title="36 cells: mean and best")
     for heading in ("published", "fitted mean", "best", "nominal mean", "best"):
         table.add_column(heading, justify="right")
     for method in METHODS:

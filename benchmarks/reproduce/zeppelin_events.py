@@ -36,8 +36,9 @@ def block_s(lengths: Sequence[int], pieces: Sequence[Pieces], node: Sequence[int
     total_s = 0.0
     for compute, wire, linear in ((1.0, 1.0, 1.0), (BACKWARD_COMPUTE, BACKWARD_WIRE, 2.0)):
         end_s = [0.0] * setting.ranks
+        token_s = linear * setting.linear_s + setting.experts_wire_s
         for _ in range(LAYERS):
-            ready_s = [at + linear * count * setting.linear_s for at, count in zip(end_s, tokens, strict=True)]
+            ready_s = [at + token_s * count for at, count in zip(end_s, tokens, strict=True)]
             now_s, home_s = _rings(rings, ready_s, node, setting, compute * setting.pair_s, wire, wire > 1)
             local_s = (compute * pairs * setting.pair_s for pairs in local_pairs)
             end_s = [max(at + own, home) for at, own, home in zip(now_s, local_s, home_s, strict=True)]

@@ -19,7 +19,7 @@ LABELS = {"llama": "Llama CP", "hybrid": "hybrid DP", "with remap": "Zeppelin", 
 
 
 def draw(outcome: dict[str, Any], path: Path) -> None:
-    """Draw bars of the 27 cells with fitted constants; below, the ablation."""
+    """Draw bars of the 36 cells with fitted constants; below, the ablation."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     top, bottom = figure.subplots(2, 1, height_ratios=(2, 1))
     cells = [cell for cell in outcome["cells"] if cell["rates"] == "fitted"]

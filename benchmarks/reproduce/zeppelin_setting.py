@@ -8,6 +8,7 @@ from benchmarks.reproduce.zeppelin_paper import FITTED, MACHINES, MODELS
 from ds_hetero.cost.terms.flops import ATTENTION_FORWARD_FLOPS, matmul_flops
 
 GPUS_PER_NODE = 8
+ELEMENT_BYTES = 2  # of bf16
 BACKWARD_COMPUTE, BACKWARD_WIRE = 2.5, 2.0  # of attention, over the forward
 
 
@@ -60,8 +61,25 @@ class Setting:
 
     @property
     def linear_s(self) -> float:
-        """Forward seconds of the linear modules, per token."""
+        """Forward seconds of the linear modules, per token; of experts, those that the token uses."""
         return matmul_flops(MODELS[self.model]) / (self._rank_flops_per_s * self.matmul_share)
+
+    @property
+    def experts_wire_s(self) -> float:
+        """Seconds in which a token travels to its experts and back, in the forward as in the backward; 0 without any.
+
+        The ranks of a node hold equal numbers of experts, and all experts get equally many tokens. So of the rows of a
+        token, one for each expert that it uses, all but 1 / ranks leave their rank.
+        """
+        model = MODELS[self.model]
+        row_bytes = ELEMENT_BYTES * model.hidden_size
+        leaving = model.experts_per_token * (1 - 1 / self.ranks_of_node)
+        return 2 * leaving * row_bytes / self.link_bytes_per_s
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of one token outside attention, forward and backward: linear modules, and the way to its experts."""
+        return 3 * self.linear_s + 2 * self.experts_wire_s
 
     @property
     def pair_s(self) -> float:
@@ -72,7 +90,7 @@ class Setting:
     @property
     def kv_bytes(self) -> float:
         """Bytes of keys and values of one token."""
-        return 2 * 2 * MODELS[self.model].hidden_size
+        return 2 * ELEMENT_BYTES * MODELS[self.model].hidden_size
 
     @property
     def link_bytes_per_s(self) -> float:

@@ -2,7 +2,8 @@
 
 A rank consists of the GPUs of one tensor-parallel group. Rings run in lockstep: a round takes the longer of computing
 and sending keys and values; backward rounds compute 2.5 and transfer 2 times as much. Rings of one rank run one after
-another. Linear modules take three times their forward. The optimizer and gradient synchronization are left out.
+another. Linear modules take three times their forward. Tokens of a mixture of experts travel to their experts inside a
+node, and count where they come from. The optimizer and gradient synchronization are left out.
 
 "ours" is the same placement step by step (`zeppelin_events`): without a barrier, a step begins when its keys have
 arrived.
@@ -38,7 +39,7 @@ def te(lengths: Sequence[int], setting: Setting, *, routed: bool = False) -> flo
     size, tokens = setting.ranks, sum(lengths)
     wire_s = setting.wire_s(tokens / size, crosses=len(setting.units_by_node) > 1, routed=routed)
     compute_s = sum(n * n for n in lengths) / 2 / size**2 * setting.pair_s
-    return _ring_s(size, compute_s, wire_s) + 3 * setting.linear_s * tokens / size
+    return _ring_s(size, compute_s, wire_s) + setting.token_s * tokens / size
 
 
 def llama(lengths: Sequence[int], setting: Setting) -> float:
@@ -51,7 +52,7 @@ def llama(lengths: Sequence[int], setting: Setting) -> float:
     between_s = (nodes - 1) / nodes / (machine["nic_bytes_per_s"] * machine["nics"])
     gather_s = tokens * setting.kv_bytes * (between_s + (per_node - 1) / per_node / setting.link_bytes_per_s)
     attention_s = sum(n * n for n in lengths) / 2 / size * setting.pair_s
-    return 3 * gather_s + (1 + BACKWARD_COMPUTE) * attention_s + 3 * setting.linear_s * tokens / size
+    return 3 * gather_s + (1 + BACKWARD_COMPUTE) * attention_s + setting.token_s * tokens / size
 
 
 def hybrid(lengths: Sequence[int], setting: Setting) -> float:
@@ -61,7 +62,7 @@ def hybrid(lengths: Sequence[int], setting: Setting) -> float:
     """
     size, per_node = setting.ranks, setting.ranks_of_node
     busy_s, most = [0.0] * size, 2 * sum(lengths) // size
-    alone_s = [3 * n * setting.linear_s + (1 + BACKWARD_COMPUTE) / 2 * n * n * setting.pair_s for n in lengths]
+    alone_s = [n * setting.token_s + (1 + BACKWARD_COMPUTE) / 2 * n * n * setting.pair_s for n in lengths]
     mean_s = sum(alone_s) / size
     for n, work_s in sorted(zip(lengths, alone_s, strict=True), reverse=True):
         count = min(max(1, round(work_s / mean_s), ceil(n / most)), size)
@@ -69,7 +70,7 @@ def hybrid(lengths: Sequence[int], setting: Setting) -> float:
         crosses = first // per_node != (first + count - 1) // per_node
         wire_s = setting.wire_s(n / count, crosses=crosses, routed=False)
         ring_s = _ring_s(count, n * n / 2 / count**2 * setting.pair_s, wire_s)
-        end_s = max(busy_s[first : first + count]) + 3 * n / count * setting.linear_s + ring_s
+        end_s = max(busy_s[first : first + count]) + n / count * setting.token_s + ring_s
         busy_s[first : first + count] = [end_s] * count
     return max(busy_s)
 
@@ -90,8 +91,8 @@ def zeppelin(lengths: Sequence[int], setting: Setting, *, routed: bool = True, r
             tokens[unit] += n / size
     even = sum(lengths) / setting.ranks
     if remapped:
-        return max(attention_s) + 3 * setting.linear_s * even + 3 * setting.remap_s * even / TOKENS_PER_GPU
-    return max(attention_s) + 3 * setting.linear_s * max(tokens)
+        return max(attention_s) + setting.token_s * even + 3 * setting.remap_s * even / TOKENS_PER_GPU
+    return max(attention_s) + setting.token_s * max(tokens)
 
 
 def costs_of(setting: Setting, tokens: int) -> UnitCosts:
@@ -99,7 +100,7 @@ def costs_of(setting: Setting, tokens: int) -> UnitCosts:
     nodes = len(setting.units_by_node)
     wire = (1 + BACKWARD_WIRE) * setting.kv_bytes
     return UnitCosts(
-        token_s=(3 * setting.linear_s,) * setting.ranks,
+        token_s=(setting.token_s,) * setting.ranks,
         square_s=((1 + BACKWARD_COMPUTE) / 2 * setting.pair_s,) * setting.ranks,
         most_tokens=(int(OUR_ROOM * tokens / setting.ranks) + 1,) * setting.ranks,
         node=tuple(rank // setting.ranks_of_node for rank in range(setting.ranks)),
@@ -119,7 +120,7 @@ def in_lockstep(lengths: Sequence[int], setting: Setting) -> float:
     """Return the time of our placement with rings in lockstep, like the others."""
     costs = costs_of(setting, sum(lengths))
     placed = place_lengths(lengths, costs)
-    busy_s = [3 * setting.linear_s * tokens for tokens in placed.loads.tokens]
+    busy_s = [setting.token_s * tokens for tokens in placed.loads.tokens]
     for n, ring in zip(lengths, placed.pieces, strict=True):
         size, most = len(ring), max(tokens for _, tokens in ring)
         crosses = len({costs.node[unit] for unit, _ in ring}) > 1
