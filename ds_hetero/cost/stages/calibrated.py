@@ -131,6 +131,7 @@ class CalibratedStageCosts(StageCosts):
         """Return the same cost model whose stages share sequences equally, by the fastest mesh; unlike devices too."""
         if self._find is fastest_mesh:
             return self
+        assert self.owners is not None, "this cost model models owners"
         return CalibratedStageCosts(
             self.cluster,
             self.model,
