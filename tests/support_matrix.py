@@ -74,6 +74,7 @@ _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_un
 _ZERO12 = "tests/integration/zero/test_zero12.py::test_training_equals_equal_partitions"
 _ZERO3 = "tests/integration/zero/test_zero3.py::test_training_equals_that_of_equal_shards"
 _EXPERTS = "tests/integration/loops/test_experts.py::"
+_TRAINED_EXPERTS = "tests/integration/trainer/test_trainer_experts.py::"
 _WITHIN = "tests/integration/zero/test_zero_within_nodes.py::"
 
 
@@ -634,11 +635,13 @@ _FEATURE_ROWS = (
             _EXPERTS + "test_training_equals_one_process",
             _EXPERTS + "test_checkpoints_load_under_other_shares_and_are_those_of_one_process",
             _EXPERTS + "test_bf16_trains_experts_as_one_process_in_bf16",
+            _TRAINED_EXPERTS + "test_the_trainer_trains_evaluates_saves_and_resumes_as_one_process",
+            _TRAINED_EXPERTS + "test_an_accelerate_loop_saves_and_resumes_as_one_process",
         ),
         note="one replica; fp32, or bf16 with ZeRO 1 and 2; models of transformers' registry of experts",
     ),
     Row(
-        what="`experts` with the Trainer, ZeRO-3, replicas, fp16, bf16 on ZeRO-0, offload, `elastic` or `replan`",
+        what="`experts` with ZeRO-3, replicas, fp16, bf16 on ZeRO-0, offload, `elastic` or `replan`",
         status="refused",
         tests=(_EXPERTS + "test_what_is_not_built_is_refused_by_name_on_every_rank",),
     ),

@@ -5,6 +5,7 @@
     gather, gather_for_metrics: a value of each rank      a value of each replica (`gathering`)
     a scheduler steps once per rank and optimizer step    steps once per replica (`process_counts`)
     total steps of a DummyScheduler divided by ranks      divided by replicas (`process_counts`)
+    get_state_dict reads a module's weights               rank 0 gets experts of all ranks (`whole_weights`)
 
 If replicas take different batches, all ranks together look like one worker to the user: ``sp_size`` is the world size,
 the global batch is that of one process, and the schedule decides how it is divided.
@@ -34,6 +35,7 @@ from ds_hetero.frameworks.accelerate.process_counts import one_process_per_repli
 from ds_hetero.frameworks.accelerate.process_counts import step_scheduler
 from ds_hetero.frameworks.accelerate.skipping import replace_wherever_imported
 from ds_hetero.frameworks.accelerate.skipping import skip_first_batches as skip_first_batches
+from ds_hetero.frameworks.accelerate.whole_weights import get_state_dict
 
 
 def install(registry: Registry) -> None:
@@ -44,6 +46,7 @@ def install(registry: Registry) -> None:
     replace(accelerate.Accelerator, "prepare", around(log_stock_training, registry))
     replace(AcceleratedScheduler, "step", around(step_scheduler))
     replace(accelerate.Accelerator, "gather_for_metrics", around(gather_for_metrics))
+    replace(accelerate.Accelerator, "get_state_dict", around(get_state_dict, registry))
     replace(accelerate.accelerator, "gather_object", gathered_from_replicas)
     replace(accelerate.accelerator, "prepare_data_loader", around(prepare_data_loader))
     # Modules that have imported the function by name have the function object, so its code is replaced, too.

@@ -138,7 +138,7 @@ class ReplicaInstaller(Installer):
         """Convert the model, then build the engine on it; see `Installer.install`."""
         model = self._arguments["model"]
         _expect_supported(model, self._ds_config)
-        _expect_whole_experts(self._registry.find_on_replica(model))
+        _expect_first_engine(self._registry.find_on_replica(model))
         sizes = _sp_sizes_by_source(self._registry, self._arguments, self._ds_config)
         trained = self._registry.prepare(model, self._ds_config, sizes)
         note_identities(ZERO_3_IDENTITIES)
@@ -186,6 +186,7 @@ class ReplicaInstaller(Installer):
             result = self._build(trained, sp_size)
         engine, *_ = result
         move_alike(engine, parts)
+        parts.has_engine = True
         experts = None
         if has_optimizer and parts.trained:
             experts = ExpertOptimizer(engine, parts, inner_maker(optimizer, self._ds_config), groups)
@@ -272,17 +273,13 @@ def _expect_supported(model: object, ds_config: DsConfig) -> None:
     expect_supported_keys(ds_config)
 
 
-def _expect_whole_experts(prepared: TrainedModel | None) -> None:
-    """Check that a model whose experts are divided was not prepared before. Raises `ConfigError` on every rank.
-
-    The Trainer prepares a model before it builds the engine. Its steps with divided experts were not compared with one
-    process yet.
-    """
-    if prepared is not None and prepared.experts is not None:
+def _expect_first_engine(prepared: TrainedModel | None) -> None:
+    """Check that no engine has trained the divided experts of a model. Raises `ConfigError` on every rank: one has."""
+    if prepared is not None and prepared.experts is not None and prepared.experts.has_engine:
         raise ConfigError(
-            f'"{SECTION}.experts" is not tried where a model is prepared before deepspeed.initialize, as under the '
-            "Trainer, or for a second engine of one model. Load the model and call deepspeed.initialize in a loop of "
-            "your own, or leave the key out."
+            f'"{SECTION}.experts" gives the experts of a model one engine, but this model has had one already, as after '
+            "a second deepspeed.initialize or auto_find_batch_size of the Trainer. Load the model again, and call "
+            "deepspeed.initialize once."
         )
 
 

@@ -51,10 +51,12 @@ class ExpertParts:
 
     Attributes:
         parts: by name of the parameter in the model, in the same order on every rank.
+        has_engine: whether an engine was built for the model.
     """
 
     def __init__(self, layers: Sequence[PlacedLayer], group: ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
+        self.has_engine = False
         self._layers = list(layers)
         self.parts: dict[str, ExpertPart] = {}
         self._whole: dict[int, Tensor] | None = None  # whole weights by id of the parameter, inside `gathered`
@@ -123,8 +125,8 @@ class ExpertParts:
         if self._whole is None:
             raise ModelError(
                 f'"{SECTION}.experts" divides the experts among the ranks, so the state_dict of one rank has a part of '
-                "them. Save with engine.save_checkpoint, or inside `with handle.gathered_experts():`, "
-                "which every rank enters; rank 0 then has all experts."
+                "them. Save with engine.save_checkpoint, accelerator.get_state_dict or save_model of the Trainer, or "
+                "inside `with handle.gathered_experts():`, all of which every rank calls; rank 0 then has all experts."
             )
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in self._whole:

@@ -5,6 +5,7 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from tests.integration.tiny import (
     mean_over_ranks,
     train_on_one_process,
 )
-from tests.integration.trainer.test_trainer import make_trainer, ranks
 from tests.support import run_deepspeed
 
 STEPS = 4
@@ -386,17 +386,18 @@ def _refused(rank: int, name: str) -> bool:
     return True
 
 
-def test_the_trainer_is_refused_by_name_until_it_is_compared() -> None:
-    assert ranks(_trainer, 2) == [True, True]
+def test_a_second_engine_of_one_model_is_refused_by_name() -> None:
+    assert run_deepspeed(_second_engine, 2) == [True, True]
 
 
-def _trainer(rank: int) -> bool:
+def _second_engine(rank: int) -> bool:
+    import deepspeed
+
     import ds_hetero
 
     ds_hetero.register()
-    ds = config_of(1, UNEVEN_2, [3, 1], train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
-    options = {"num_samples": 4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    trainer = make_trainer(ds, 2, model=mixture(), **options)
-    with pytest.raises(ConfigError, match="is not tried where a model is prepared before"):
-        trainer.train()
+    model = mixture()
+    for matches in ("", "gives the experts of a model one engine"):
+        with pytest.raises(ConfigError, match=matches) if matches else contextlib.nullcontext():
+            deepspeed.initialize(model=model, optimizer=adam(model), config=config_of(1, UNEVEN_2, [3, 1]))
     return True
