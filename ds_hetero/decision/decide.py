@@ -141,11 +141,15 @@ def _decide_best_experts(job: _Job, plan: Plan | None) -> JobStart:
         for division in divisions(facts.model.spec, job.workload(1), job.cluster):
             experts = division.experts
             divided = with_experts(list(experts) if isinstance(experts, tuple) else experts)
-            with contextlib.suppress(PlanError, ConfigError):  # it does not fit, or there are several replicas
+            with contextlib.suppress(PlanError):  # it does not fit
                 start = _decide_tokens(divided, plan)
+                if len(start.plan.pipelines) > 1:
+                    reason = "times of experts in several replicas are not predicted. Give shares to divide them."
+                    break
                 weights = expert_weights_of(divided.facts, start.plan, job.cluster)
                 starts.append(replace(start, facts=facts, expert_weights=weights))
-        reason = "" if any(map(_fits, starts)) else "no division of them fits."
+        if not reason and not any(map(_fits, starts)):
+            reason = "no division of them fits."
     fitting = [start for start in starts if _fits(start)]
     fastest = min(fitting, key=_slowest_s, default=None)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_hetero.cluster import Cluster
-from ds_hetero.common.text import time_text
+from ds_hetero.common.text import ranks_text, time_text
 from ds_hetero.cost.terms.expert_shares import EQUAL, expert_weights
 from ds_hetero.cost.terms.expert_traffic import token_bytes, weight_bytes_of_experts
 from ds_hetero.decision.facts import FP32_BYTES, JobFacts, TrainingFacts
@@ -32,24 +32,21 @@ def check_expert_weights(section: HeterogeneitySection, num_ranks: int) -> None:
 
 
 def expert_weights_of(facts: JobFacts, plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
-    """Return the weight of each rank, by which the experts of every layer are divided; see `expert_weights`.
+    """Return the weight of each rank of the job, by which each replica divides the experts of every layer.
+
+    What the weights are, see `expert_weights`.
 
     Args:
         cluster: of the job; None if it is unknown.
 
     Raises:
-        ConfigError: several replicas, or unknown devices.
+        ConfigError: all ranks of a replica have weight 0, or the devices are unknown.
     """
     wish = facts.section.experts
     assert wish is not None
     num_ranks = len(plan.ranks)
-    if len(plan.pipelines) > 1:
-        raise ConfigError(
-            f"{_KEY} divides the experts among the ranks of one replica, but the job has {len(plan.pipelines)} "
-            f"replicas, which would have to average them. Set the sequence-parallel size to {num_ranks}, or leave the "
-            "key out."
-        )
     if isinstance(wish, list):
+        _expect_experts_in_replicas(wish, plan)
         return tuple(wish)
     if wish == EQUAL:
         return (1.0,) * num_ranks
@@ -61,17 +58,33 @@ def expert_weights_of(facts: JobFacts, plan: Plan, cluster: Cluster | None) -> t
     return expert_weights(wish, cluster)
 
 
+def _expect_experts_in_replicas(weights: Sequence[float], plan: Plan) -> None:
+    """Check that each replica has a rank for its experts. Raises `ConfigError`: a replica has none."""
+    for number, schedule in enumerate(plan.schedules):
+        if not any(weights[rank] for rank in schedule.ranks):
+            raise ConfigError(
+                f"{_KEY} is {list(weights)}, so replica {number}, ranks {ranks_text(schedule.ranks)}, has no experts, "
+                "but each replica needs all of them. Give one of its ranks a weight above 0."
+            )
+
+
 def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan, forecasts: Sequence[Forecast] = ()) -> str:
     """Describe how the experts of a layer are divided, and which is cheaper: tokens that travel, or weights (ZeRO-3).
 
-    The bytes of both, and if a step is predicted, the seconds of both. Only the numbers of experts if the length of a
-    sequence is unknown; only weights if the model's shape is.
+    The bytes of both, and if a step is predicted, the seconds of both. Only the numbers of experts if there are several
+    replicas, or the length of a sequence is unknown; only weights if the model's shape is.
     """
     spec = facts.model.spec
     if spec is None or not spec.num_experts:
         return f"experts by rank in proportion to {' : '.join(f'{weight:.4g}' for weight in weights)}"
-    experts = share(spec.num_experts, weights)
+    experts, *of_others = (
+        share(spec.num_experts, [weights[rank] for rank in schedule.ranks]) for schedule in plan.schedules
+    )
     text = f"experts of a layer by rank: {' | '.join(map(str, experts))}"
+    if of_others:
+        by_replica = "; ".join(" | ".join(map(str, sizes)) for sizes in (experts, *of_others))
+        not_predicted = "; predictions count all experts on every rank" if forecasts else ""
+        return f"experts of a layer by rank of each replica: {by_replica}; replicas add up their gradients{not_predicted}"
     length = facts.section.seq_len or facts.model.max_seq_len
     if length is None:
         return text

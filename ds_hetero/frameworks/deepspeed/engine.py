@@ -186,6 +186,7 @@ class ReplicaInstaller(Installer):
             result = self._build(trained, sp_size)
         engine, *_ = result
         move_alike(engine, parts)
+        parts.copy_from_first_replica()
         parts.has_engine = True
         experts = None
         if has_optimizer and parts.trained:

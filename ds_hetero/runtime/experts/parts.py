@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ModelError
+from ds_hetero.runtime.experts.replicas import ReplicaExperts, sum_over_replicas
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split
@@ -33,6 +34,7 @@ class PlacedLayer(Protocol):
     module: nn.Module  # has this rank's part of every weight, and no submodule with weights
     name: str  # of the module in the model
     experts: Split  # of each rank
+    in_replicas: ReplicaExperts  # how this and other replicas divide them
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +43,14 @@ class ExpertPart:
 
     parameter: nn.Parameter
     experts: Split
+    in_replicas: ReplicaExperts
 
 
 class ExpertParts:
     """All placed layers of a model.
 
     Args:
-        group: the ranks that divide the experts; the parts are in the order of its ranks.
+        group: the ranks of this replica, which divide the experts; the parts are in the order of its ranks.
 
     Attributes:
         parts: by name of the parameter in the model, in the same order on every rank.
@@ -62,7 +65,7 @@ class ExpertParts:
         self._whole: dict[int, Tensor] | None = None  # whole weights by id of the parameter, inside `gathered`
         for layer in layers:
             for name, parameter in layer.module.named_parameters():
-                self.parts[f"{layer.name}.{name}"] = ExpertPart(parameter, layer.experts)
+                self.parts[f"{layer.name}.{name}"] = ExpertPart(parameter, layer.experts, layer.in_replicas)
             # torch writes an attribute into a hook, which methods do not allow.
             save, load = functools.partial(self._save_whole), functools.partial(self._load_part)
             layer.module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
@@ -77,6 +80,30 @@ class ExpertParts:
     def trained(self) -> Mapping[str, ExpertPart]:
         """The parts that need gradients, by name."""
         return {name: part for name, part in self.parts.items() if part.parameter.requires_grad}
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the job, each of which has all experts."""
+        return max(part.in_replicas.num_replicas for part in self.parts.values())
+
+    @property
+    def are_saved(self) -> bool:
+        """Whether this rank's experts are those that checkpoints are written from: of the replica of rank 0."""
+        return 0 in dist.get_process_group_ranks(self.group)
+
+    @torch.no_grad()
+    def copy_from_first_replica(self) -> None:
+        """Let all replicas have the weights of the replica of rank 0, as DeepSpeed does with other parameters.
+
+        Caller: every rank of the world.
+        Collectives: those of `sum_over_replicas` for each parameter.
+        """
+        if self.num_replicas == 1:
+            return
+        for part in self.parts.values():
+            value = part.parameter.detach()
+            first = value if self.are_saved else torch.zeros_like(value)
+            part.parameter.copy_(sum_over_replicas(first, part.in_replicas))
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -95,11 +122,12 @@ class ExpertParts:
     def gathered(self) -> Iterator[None]:
         """Inside the context, let ``state_dict`` of rank 0 hold whole experts, on the CPU; others hold parts.
 
-        Caller: every rank of the group.
-        Collectives: one all_to_all_single for each parameter. Rank 0's memory needs room for all experts.
+        Caller: every rank of the world.
+        Collectives: one all_to_all_single for each parameter, in the replica of rank 0. Rank 0's memory needs room for
+            all experts.
         """
         whole: dict[int, Tensor] = {}
-        for part in self.parts.values():
+        for part in self.parts.values() if self.are_saved else ():
             value = self._to_first_rank(part)
             if self.rank == 0:
                 whole[id(part.parameter)] = value.cpu()

@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.experts.parts import ExpertParts
+from ds_hetero.runtime.experts.replicas import ReplicaExperts
 from ds_hetero.values.splits import Split, share
 from tests.support import run_ranks
 
@@ -23,6 +24,7 @@ class Layer:
 
     def __init__(self, weights: list[int], rank: int) -> None:
         self.experts, self.name, self.module = Split(share(EXPERTS, weights)), "layer", nn.Module()
+        self.in_replicas = ReplicaExperts((tuple(range(len(weights))),), (self.experts,))
         start, stop = self.experts.ranges[rank]
         whole = torch.arange(EXPERTS * 6, dtype=torch.float32).view(EXPERTS, 3, 2)
         self.module.weight = nn.Parameter(whole[start:stop].clone())

@@ -105,7 +105,8 @@ def equals_one_process(rank: int, seed: int) -> tuple[int, int]:
 
 def placed(module: nn.Module, shares: list[int], rank: int) -> ExpertLayer:
     """The module's layer, after its experts were divided among all ranks."""
-    replica: Any = SimpleNamespace(sp_rank=rank, sp_group=dist.group.WORLD)
+    plan = SimpleNamespace(schedules=[SimpleNamespace(ranks=tuple(range(len(shares))))])
+    replica: Any = SimpleNamespace(sp_rank=rank, sp_group=dist.group.WORLD, plan=plan, replica_id=0)
     place_experts(nn.ModuleList([module]), shares, replica)
     layer: ExpertLayer = vars(module)["_ds_hetero_layer"]
     return layer

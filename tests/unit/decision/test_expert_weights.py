@@ -61,6 +61,26 @@ def test_the_start_says_which_is_cheaper_to_send() -> None:
     assert experts_text((3, 1), unknown, start.plan) == "experts by rank in proportion to 3 : 1"
 
 
+def test_each_replica_divides_all_experts_among_its_ranks() -> None:
+    """Eight experts on ranks 0 and 1 by 3 : 1, and again on ranks 2 and 3 by 0 : 1."""
+    facts = replace(facts_of(experts=[3, 1, 0, 1]), sp_sizes={"the schedule": 2})
+    start = decide(facts, 4, measured=None, on_host=False)
+    assert len(start.plan.pipelines) == 2 and start.expert_weights == (3, 1, 0, 1)
+    assert experts_text(start.expert_weights, facts, start.plan) == (
+        "experts of a layer by rank of each replica: 6 | 2; 0 | 8; replicas add up their gradients"
+    )
+    empty = replace(facts_of(experts=[3, 1, 0, 0]), sp_sizes={"the schedule": 2})
+    with pytest.raises(ConfigError, match="replica 1, ranks 2-3, has no experts"):
+        decide(empty, 4, measured=None, on_host=False)
+
+
+def test_the_planner_says_that_experts_of_several_replicas_are_not_predicted() -> None:
+    cluster = {**CLUSTER, "nodes": [{**node, "count": 2} for node in CLUSTER["nodes"]]}
+    facts = replace(facts_of(experts="best", cluster=cluster), sp_sizes={"the schedule": 2})
+    start = decide(facts, 4, measured=None, on_host=False)
+    assert start.expert_weights is None and "several replicas are not predicted" in start.experts_choice
+
+
 def test_tokens_are_counted_by_hand() -> None:
     """Tokens 6 and 2, experts 3 and 1: rank 0 sends 6 * 1/4 tokens out and 2 * 3/4 back, for 2 experts in 2 passes."""
     model = replace(SPEC, num_experts=4, hidden_size=10)

@@ -27,7 +27,9 @@ _VALUE = "value"  # key of the masters, beside the keys of the optimizer's state
 
 
 def save_experts(writer: CheckpointEngine, folder: Path, parts: ExpertParts, experts: ExpertOptimizer) -> None:
-    """Write this rank's file into the checkpoint ``folder``."""
+    """Write this rank's file into the checkpoint ``folder``, on the ranks of rank 0's replica; others have the same."""
+    if not parts.are_saved:
+        return
     rows: dict[str, State] = {}
     for name, part in parts.trained.items():
         start, stop = part.experts.ranges[parts.rank]

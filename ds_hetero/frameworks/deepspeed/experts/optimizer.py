@@ -1,16 +1,18 @@
 """Update this rank's experts in the steps of DeepSpeed's engine, with the norm and the clipping of the whole model.
 
 DeepSpeed averages gradients over all ranks, and partitions what all ranks hold. Experts that are divided among ranks
-are held once, and their gradients are sums over the tokens of all ranks already. So DeepSpeed's engine is built
-without them (`ExpertParts.hidden`), and this object updates them, by an optimizer of the same class and settings:
+are held once in each replica, and their gradients are sums over the tokens of the replica already. So DeepSpeed's
+engine is built without them (`ExpertParts.hidden`), and this object updates them, by an optimizer of the same class and
+settings:
 
     in a backward          a hook adds each gradient to a sum, in fp32 if the weights have 16 bits
-    before the step        `take`: divide the sums as DeepSpeed divides by the number of ranks; one all-reduce of their
-                           squares, so that every rank knows the norm, and of which parameters any rank has used
+    before the step        `take`: add up the sums of the replicas, and divide them as DeepSpeed divides by the number
+                           of ranks; one all-reduce of their squares, so that every rank knows the norm, and of which
+                           parameters any rank has used
     in DeepSpeed's step    the norm of the other parameters, and with it that of the model; clip the other parameters
     after the step         `update`: clip, step, and copy masters to weights of 16 bits
 
-The state of an expert is on the rank that holds it. If DeepSpeed skips a step, so does this optimizer.
+The state of an expert is on the rank that holds it, in each replica. If DeepSpeed skips a step, so does this optimizer.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from ds_hetero.frameworks.deepspeed.pipeline.optimizer import Groups, expect_ele
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, State
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.runtime.experts.parts import ExpertParts
+from ds_hetero.runtime.experts.replicas import sum_over_replicas
 from ds_hetero.values.section import SECTION
 
 MakeInner = Callable[[Groups], Optimizer]
@@ -94,7 +97,8 @@ class ExpertOptimizer:
         """Take the gradients of a step, average them, and compute their norm.
 
         Caller: every rank, before the engine's step at the end of an accumulation.
-        Collectives: one all_reduce of a number and a flag for each parameter.
+        Collectives: one all_reduce of a number and a flag for each parameter; with several replicas before it those of
+            `sum_over_replicas` for each parameter.
         """
         for group, number in zip(self.inner.param_groups, self._group_numbers, strict=True):
             # The learning rates of this step: a scheduler of the engine changes them inside the step.
@@ -103,13 +107,21 @@ class ExpertOptimizer:
         world_size = dist.get_world_size()
         device = next(iter(self.owned.values())).device
         numbers = torch.zeros(1 + len(self.owned), dtype=torch.float64, device=device)
-        for index, name in enumerate(self.owned):
+        num_replicas = self._parts.num_replicas
+        for index, (name, owned) in enumerate(self.owned.items()):
+            numbers[1 + index] = name in self._sums
+            if num_replicas > 1:
+                # The other replicas may have used the experts, so this rank takes part with zeros.
+                local = self._sums.pop(name, None)
+                in_replicas = self._parts.parts[name].in_replicas
+                self._sums[name] = sum_over_replicas(torch.zeros_like(owned) if local is None else local, in_replicas)
             if name in self._sums:
                 self._sums[name] /= world_size
                 numbers[0] += torch.linalg.vector_norm(self._sums[name]).double().square()
-                numbers[1 + index] = 1
-        dist.all_reduce(numbers, group=self._parts.group)
-        self.squares, *used = numbers.tolist()
+        # Over all replicas, which have the same gradients, so that their norms have the same bits.
+        dist.all_reduce(numbers)
+        squares, *used = numbers.tolist()
+        self.squares = squares / num_replicas
         for (name, owned), is_used in zip(self.owned.items(), used, strict=True):
             # One process has zeros for experts without a token, if any expert of the layer has one.
             owned.grad = self._sums.get(name, torch.zeros_like(owned)) if is_used else None

@@ -28,6 +28,7 @@ from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts
 from ds_hetero.runtime.experts.layer import run_placed_experts
 from ds_hetero.runtime.experts.parts import WHOLE_SHAPE, ExpertParts
+from ds_hetero.runtime.experts.replicas import ReplicaExperts
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split, share
@@ -54,15 +55,17 @@ class ExpertLayer:
     Args:
         module: transformers' module of the layer's experts; its weights are cut in place.
         name: of the module in the model.
-        experts: experts of each rank of the replica.
+        in_replicas: experts of each rank, by replica.
 
     Attributes:
+        experts: experts of each rank of this replica.
         range: experts ``[start, stop)`` of this rank.
     """
 
-    def __init__(self, module: nn.Module, name: str, experts: Split, replica: Replica) -> None:
-        self.module, self.name, self.experts, self.replica = module, name, experts, replica
-        self.range = experts.ranges[replica.sp_rank]
+    def __init__(self, module: nn.Module, name: str, in_replicas: ReplicaExperts, replica: Replica) -> None:
+        self.module, self.name, self.in_replicas, self.replica = module, name, in_replicas, replica
+        self.experts = in_replicas.splits[replica.replica_id]
+        self.range = self.experts.ranges[replica.sp_rank]
         self._former = _implementation_of(module)
         start, stop = self.range
         with torch.no_grad():
@@ -97,16 +100,19 @@ def place_experts(model: nn.Module, weights: Sequence[float], replica: Replica) 
 
     Args:
         model: a model that `check_placeable` has accepted.
-        weights: one per rank of the replica; a layer's experts are shared by largest remainder.
+        weights: one per rank of the job; each replica shares a layer's experts among its ranks by largest remainder.
 
-    Caller: every rank of the replica.
+    Caller: every rank of the job.
 
     Raises:
         ModelError: the model was placed before, with other weights.
     """
+    ranks = tuple(schedule.ranks for schedule in replica.plan.schedules)
+    weights_by_replica = [[weights[rank] for rank in of_replica] for of_replica in ranks]
     placed: ExpertParts | None = vars(model).get(_PARTS)
     if placed is not None:
-        experts_by_rank = [list(share(sum(sizes), weights)) for sizes in placed.experts_by_rank]
+        own_weights = weights_by_replica[replica.replica_id]
+        experts_by_rank = [list(share(sum(sizes), own_weights)) for sizes in placed.experts_by_rank]
         if experts_by_rank != placed.experts_by_rank:
             raise ModelError(
                 f"the experts of {type(model).__name__} are divided as {placed.experts_by_rank[0]} already, and cannot "
@@ -115,8 +121,9 @@ def place_experts(model: nn.Module, weights: Sequence[float], replica: Replica) 
         return placed
     layers = []
     for name, module in _registered_modules(model):
-        experts = Split(share(int(module.num_experts), weights))  # type: ignore[arg-type]
-        layers.append(ExpertLayer(module, name, experts, replica))
+        num_experts = int(module.num_experts)  # type: ignore[arg-type]
+        splits = tuple(Split(share(num_experts, of_replica)) for of_replica in weights_by_replica)
+        layers.append(ExpertLayer(module, name, ReplicaExperts(ranks, splits), replica))
     for layer in layers:
         layer.module.config._experts_implementation_internal = NAME  # type: ignore[union-attr]
     parts = ExpertParts(layers, replica.sp_group)
