@@ -10,13 +10,14 @@ It does two or three optimizer steps: forward, backward with recomputations, opt
     syncs            other waits in a forward, by name
     mixtures         operators whose tensors are on several devices
     launches         of an attention layer, forward and backward, in rings, and beside stock Ulysses with equal shards
+    experts          launches and waits of a layer of experts that are divided among ranks
     peak             bytes on the device by cause, in blocks of 512 bytes as CUDA's caching allocator allocates, and the
                      estimate of `ds-hetero fit`, which counts no towers for images
 
 Without --all-ranks one rank of each share of tokens and heads runs. --quick runs two ranks of a model of four layers.
-The exit code is 1 if a layer waits, if devices mix, if a forward waits more than once (twice if documents are read from
-its position ids, or if transformers counts the positions of images), or if a layer launches more than 1.3 times as
-often as stock.
+The exit code is 1 if a layer waits (divided experts: more than once), if devices mix, if a forward waits more than once
+(twice if documents are read from its position ids, or if transformers counts the positions of images), or if a layer
+launches more than 1.3 times as often as stock.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks.measure.workers import as_completed
 RESULT = FOLDER / "fake_gpu.json"
 MOST_LAUNCHES, MOST_SYNCS = 1.3, 1
 _QUICK_LAYERS = 4
+EXPERT_SHARES = (3, 3, 1, 1)  # of four ranks that divide the experts of a layer
 _RING_NAMES = ("ring of 8", "two unequal groups of 4")
 
 
@@ -82,6 +84,8 @@ def passes(result: dict[str, Any]) -> bool:
         and not result["mixtures"]
         and all(row["syncs_in_forward"] <= MOST_SYNCS + row["reads_documents"] + row["has_images"] for row in rows)
         and all(row["ratio"] <= MOST_LAUNCHES for row in result["launches"])
+        and sum(result["experts"]["syncs"].values()) <= MOST_SYNCS
+        and not result["experts"]["mixtures"]
     )
 
 
@@ -105,6 +109,7 @@ def _run(tasks: list[tuple[Setting, int, int | None]], counts: list[int], proces
         *((_launches, count) for count in counts),
         *((_launches_of_ring, name) for name in _RING_NAMES),
         *((_rank_row, task) for task in tasks),
+        (_launches_of_experts, EXPERT_SHARES),
     ]
     results: dict[int, dict[str, Any]] = {}
     with progress(Console(stderr=True)) as report:
@@ -113,7 +118,8 @@ def _run(tasks: list[tuple[Setting, int, int | None]], counts: list[int], proces
             report(len(results) / len(calls), result.get("job", "launches"))
     by_call = [results[index] for index in range(len(calls))]
     first_ring, first_rank = len(counts), len(counts) + len(_RING_NAMES)
-    launches, in_rings, rows = by_call[:first_ring], by_call[first_ring:first_rank], by_call[first_rank:]
+    launches, in_rings, rows = by_call[:first_ring], by_call[first_ring:first_rank], by_call[first_rank:-1]
+    experts = by_call[-1]
     mixtures = sorted({place for row in rows for place in row.get("mixture_places", ())})
     return {
         "syncs_in_layers": sum(row.get("syncs_in_layers", 0) for row in rows),
@@ -121,6 +127,7 @@ def _run(tasks: list[tuple[Setting, int, int | None]], counts: list[int], proces
         "mixture_places": mixtures,
         "launches": launches,
         "launches_in_rings": in_rings,
+        "experts": experts,
         "peaks": {f"{row['job']}, rank {row['rank']}": row.get("peak_bytes") for row in rows},
         "ranks": rows,
     }
@@ -141,6 +148,12 @@ def _launches_of_ring(name: str) -> dict[str, Any]:
     from benchmarks.fake_gpu.launches import launches_of_ring
 
     return launches_of_ring(name)
+
+
+def _launches_of_experts(shares: tuple[int, ...]) -> dict[str, Any]:
+    from benchmarks.fake_gpu.experts import launches_of_experts
+
+    return launches_of_experts(shares)
 
 
 def _rank_row(task: tuple[Setting, int, int | None]) -> dict[str, Any]:
@@ -205,6 +218,11 @@ def _show(result: dict[str, Any]) -> None:
         print(f"{row['ranks']} ranks: {counts}: {row['ratio']:.2f}")
     for row in result["launches_in_rings"]:
         print(f"{row['ring']}: {row['forward']} launches forward, {row['backward']} backward per attention layer")
+    row = result["experts"]
+    print(
+        f"divided experts of {row['ranks']} ranks: {row['forward']} launches forward, {row['backward']} backward per "
+        f"layer; waits: {', '.join(row['syncs'])}"
+    )
     print(f"syncs in layers: {result['syncs_in_layers']}, mixtures of devices: {result['mixtures']}")
 
 

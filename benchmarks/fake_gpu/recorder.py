@@ -54,6 +54,7 @@ _SCATTERS = {
     "index_add_",
 }  # change as much of their first tensor as they take
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+_NOT_ON_HOST = {"aten::histc"}  # of integers, which CUDA counts and the CPU does not
 _AROUND_DISPATCH = ("/benchmarks/fake_gpu/recorder.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _USES_ALONE = 2  # of the storage of a tensor that nothing but its operator has: by the tensor, and by who asks
 _SKIPPED_FILES = ("/benchmarks/fake_gpu/", "/torch/", "/contextlib.py")
@@ -317,6 +318,8 @@ class Recorder(TorchDispatchMode):
         if any(x is None for x in shadows) or func.namespace == "c10d":
             return None
         if not tensors and (kwargs.get("dtype") is not None and kwargs["dtype"].is_floating_point):
+            return None
+        if func._schema.name in _NOT_ON_HOST:
             return None
         if not tensors and _size_of_factory(args) > _MOST_SHADOWED:
             return None

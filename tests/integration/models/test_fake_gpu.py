@@ -34,6 +34,10 @@ def test_a_step_waits_once_and_launches_about_as_much_as_stock_ulysses():
     assert all(row["ratio"] <= 1.0 for row in result["launches"])
     counts = {row["ring"]: (row["forward"], row["backward"]) for row in result["launches_in_rings"]}
     assert counts == {"ring of 8": (33, 72), "two unequal groups of 4": (18, 27)}
+    # Of divided experts the host waits once, for the numbers of rows that are the sizes of the next messages.
+    experts = result["experts"]
+    assert list(experts["syncs"].values()) == [1] and experts["mixtures"] == []
+    assert "forward: tolist" in next(iter(experts["syncs"])) and "exchange_counts" in next(iter(experts["syncs"]))
     assert run.returncode == 0
 
 
