@@ -278,9 +278,9 @@ def _expect_first_engine(prepared: TrainedModel | None) -> None:
     """Check that no engine has trained the divided experts of a model. Raises `ConfigError` on every rank: one has."""
     if prepared is not None and prepared.experts is not None and prepared.experts.has_engine:
         raise ConfigError(
-            f'"{SECTION}.experts" gives the experts of a model one engine, but this model has had one already, as after '
-            "a second deepspeed.initialize or auto_find_batch_size of the Trainer. Load the model again, and call "
-            "deepspeed.initialize once."
+            f'"{SECTION}.experts" gives the experts of a model one engine, but this model has had one already, as '
+            "after a second deepspeed.initialize or with auto_find_batch_size of the Trainer. Load the model again, "
+            "and call deepspeed.initialize once."
         )
 
 

@@ -62,7 +62,7 @@ class Engine(Protocol):
     lr_scheduler: Any  # DeepSpeed's or the user's, or None
     monitor: EventWriter
     optimizer: Any  # DeepSpeed's for the ZeRO stage, or the user's
-    param_names: Mapping[nn.Parameter, str]
+    param_names: dict[nn.Parameter, str]
     seq_parallel_group: ProcessGroup
     tput_timer: ThroughputTimer
 

@@ -17,7 +17,6 @@ Dimension key: e experts of this rank, n elements of its tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -117,7 +116,7 @@ def sum_over_replicas(tensor: Tensor, experts: ReplicaExperts) -> Tensor:
     with waiting_for_peers("adding up experts over replicas"):
         dist.all_to_all_single(received, torch.cat([flat_n[:0], *parts]), sum_sizes, out_sizes)
     total = flat_n.new_zeros(messages.num_summed)
-    by_rank = received.split(sum_sizes)
+    by_rank = torch.split(received, sum_sizes)
     for ranks in experts.ranks:  # in this order on every rank
         total += torch.cat([by_rank[member] for member in ranks])
     returned = flat_n.new_empty(sum(out_sizes))

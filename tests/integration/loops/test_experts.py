@@ -308,11 +308,11 @@ def _bf16(rank: int) -> dict[str, dict[str, Any]]:
     return trained
 
 
-def test_frozen_experts_pass_gradients_on() -> None:
-    run_deepspeed(_frozen, 2)
+def test_frozen_experts_pass_gradients_on_and_load_under_other_shares(tmp_path: Path) -> None:
+    run_deepspeed(_frozen, 2, str(tmp_path))
 
 
-def _frozen(rank: int) -> None:
+def _frozen(rank: int, folder: str) -> None:
     import deepspeed
 
     import ds_hetero
@@ -323,17 +323,26 @@ def _frozen(rank: int) -> None:
             parameter.requires_grad_("experts" not in name)
         return model
 
+    def build(experts: Any) -> Any:
+        model = frozen()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(2, UNEVEN_2, experts))[0]
+
     handle = ds_hetero.register()
-    model, expected = frozen(), frozen()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(2, UNEVEN_2, [1, 4]))
+    engine, expected = build([1, 4]), frozen()
     whole = batches(2)
     for batch in handle.dataloader(whole, batches="same"):
         engine.backward(engine(**batch).loss)
         engine.step()
     train_on_one_process(expected, [[batch] for batch in whole])
     assert_same_model(engine, expected)
+    for experts in ([0, 1], [2, 1]):  # a rank without experts saves, too
+        engine.save_checkpoint(folder, tag="saved")
+        engine.destroy()
+        engine = build(experts)
+        engine.load_checkpoint(folder, tag="saved")
+        assert_same_model(engine, expected)
 
 
 # Changes of the configuration, changes of the section, error, words of its text.
@@ -350,18 +359,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[HeteroError], str]
     "one weight": ({}, {"experts": [1]}, ConfigError, "has 1 weights, \\[1.0\\], but the job has 2 ranks"),
     "no weight": ({}, {"experts": [0, 0]}, ConfigError, "and not only zeros"),
     "another word": ({}, {"experts": "even"}, ConfigError, '"equal", "by_memory", "by_speed", or a list'),
-    "several replicas": (
+    "a replica without experts": (
         {},
         {
+            "experts": [1, 0],
             "schedule": {
                 "version": 1,
                 "num_heads": 4,
                 "num_kv_heads": 2,
                 "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}],
-            }
+            },
         },
         ConfigError,
-        "sequences are not split|replicas",
+        "replica 1, rank 1, has no experts",
     ),
 }
 

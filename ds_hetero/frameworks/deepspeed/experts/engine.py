@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from torch import nn
+
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.experts.checkpoints import load_experts, save_experts
 from ds_hetero.frameworks.deepspeed.experts.optimizer import ExpertOptimizer
 from ds_hetero.frameworks.deepspeed.hook_makers import HookRow, after
-from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.protocols import Engine, State
 from ds_hetero.job.manifest import Manifest
 from ds_hetero.runtime.experts.parts import ExpertParts
 from ds_hetero.values.section import SECTION
@@ -31,7 +34,13 @@ class EngineExperts:
 
     def hooks(self) -> list[HookRow]:
         """Return the hooks of the engine's methods; they are the innermost ones."""
-        rows = [HookRow("buffered_allreduce_fallback", self.reduce_others)]
+        # DeepSpeed looks for the names of all parameters that its optimizer does not have.
+        self.engine.param_names.update({part.parameter: name for name, part in self.parts.parts.items()})
+        rows = [
+            HookRow("buffered_allreduce_fallback", self.reduce_others),
+            HookRow("_get_param_fragment_func", self.whole_fragment),
+            HookRow("load_module_state_dict", self.load_module),
+        ]
         if self.optimizer is not None:
             rows += [
                 HookRow("_take_model_step", self.take_step),
@@ -44,6 +53,21 @@ class EngineExperts:
         """Replace ``buffered_allreduce_fallback``, which averages the gradients of all parameters without ZeRO."""
         with self.parts.hidden():
             return reduce(*args, **kwargs)
+
+    def whole_fragment(self, read: Function, parameter: nn.Parameter) -> object:
+        """Replace ``_get_param_fragment_func``, by which frozen and empty parameters are saved: save whole experts."""
+        whole = self.parts.whole_of(parameter)
+        return read(parameter) if whole is None else whole
+
+    def load_module(self, load: Function, checkpoint: State, **kwargs: object) -> object:
+        """Replace ``load_module_state_dict``, which would load whole experts again where they are frozen or empty.
+
+        The module's part of the checkpoint has them already, so they are copied onto themselves.
+        """
+        if checkpoint.get(FROZEN_PARAM_FRAGMENTS) is not None:
+            loaded = {name: part.parameter.data for name, part in self.parts.parts.items()}
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**checkpoint[FROZEN_PARAM_FRAGMENTS], **loaded}}
+        return load(checkpoint=checkpoint, **kwargs)
 
     def take_step(self, step: Function, *args: object, **kwargs: object) -> object:
         """Replace ``_take_model_step``: update the experts with the other parameters."""
