@@ -28,7 +28,7 @@ from ds_hetero.decision.resolve import (
     sp_size_of,
 )
 from ds_hetero.decision.searcher import Searcher
-from ds_hetero.errors import ConfigError, ModelError, PlanError, ScheduleError
+from ds_hetero.errors import ModelError, PlanError, ScheduleError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.expert_choice import divisions

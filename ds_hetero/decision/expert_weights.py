@@ -63,7 +63,7 @@ def _expect_experts_in_replicas(weights: Sequence[float], plan: Plan) -> None:
     for number, schedule in enumerate(plan.schedules):
         if not any(weights[rank] for rank in schedule.ranks):
             raise ConfigError(
-                f"{_KEY} is {list(weights)}, so replica {number}, ranks {ranks_text(schedule.ranks)}, has no experts, "
+                f"{_KEY} is {list(weights)}, so replica {number}, {ranks_text(schedule.ranks)}, has no experts, "
                 "but each replica needs all of them. Give one of its ranks a weight above 0."
             )
 
@@ -84,7 +84,9 @@ def experts_text(weights: Sequence[float], facts: JobFacts, plan: Plan, forecast
     if of_others:
         by_replica = "; ".join(" | ".join(map(str, sizes)) for sizes in (experts, *of_others))
         not_predicted = "; predictions count all experts on every rank" if forecasts else ""
-        return f"experts of a layer by rank of each replica: {by_replica}; replicas add up their gradients{not_predicted}"
+        return (
+            f"experts of a layer by rank of each replica: {by_replica}; replicas add up their gradients{not_predicted}"
+        )
     length = facts.section.seq_len or facts.model.max_seq_len
     if length is None:
         return text

@@ -13,6 +13,7 @@ from ds_hetero.engine.trained.model import TrainedModel
 from ds_hetero.engine.trained.unlike_batches import UnlikeBatches
 from ds_hetero.job.batch_search import BatchSearch
 from ds_hetero.job.documents import CostRenewal
+from ds_hetero.job.expert_loads import ExpertLoads, ReplicaShares
 from ds_hetero.job.layer_search import LayerSearch
 from ds_hetero.job.monitor import DocumentObserver, EventWriter, Observers, StepMonitor, steps_between
 from ds_hetero.job.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
@@ -60,8 +61,31 @@ def monitor_steps(
     if trained.batches is not None and start.section.changes_batches:
         replanning = _replanning_batches(start, trained.batches, change_plan)
     trained.is_destroyed = False
-    trained.monitor = make_monitor(registry, start, trained.clock, steps_per_print, writer, replanning, documents)
+    trained.monitor = make_monitor(
+        registry, start, trained.clock, steps_per_print, writer, replanning, documents, _expert_loads(trained)
+    )
     return trained.monitor
+
+
+def _expert_loads(trained: TrainedModel) -> ExpertLoads | None:
+    """Return the observer of the rows that experts get, of all layers alike; None if every rank has all experts."""
+    experts, weights = trained.experts, trained.start.expert_weights
+    if experts is None or weights is None:
+        return None
+    first = experts.in_replicas[0]
+    alike = [layer for layer, in_replicas in enumerate(experts.in_replicas) if in_replicas == first]
+    weak = weakref.ref(experts)  # see `monitor_steps`
+
+    def take_rows() -> list[list[int]]:
+        current = weak()
+        assert current is not None
+        rows = current.take_rows()
+        return [rows[layer] for layer in alike]
+
+    replicas = []
+    for ranks, split in zip(first.ranks, first.splits, strict=True):
+        replicas.append(ReplicaShares(ranks, split.sizes, tuple(weights[rank] for rank in ranks)))
+    return ExpertLoads(take_rows, replicas)
 
 
 def make_monitor(
@@ -72,6 +96,7 @@ def make_monitor(
     writer: EventWriter,
     replanning: Replanning | None = None,
     documents: DocumentObserver | None = None,
+    experts: ExpertLoads | None = None,
 ) -> StepMonitor:
     """Return the monitor of an engine's steps, with the observers that the section asks for.
 
@@ -80,6 +105,7 @@ def make_monitor(
         writer: DeepSpeed's monitor.
         replanning: changes the plan; None if the section does not ask for it.
         documents: observes the placement of documents; None if batches are cut by length.
+        experts: observes the rows of divided experts; None if every rank has all.
 
     Caller: every rank of the world, when the engine has been built.
     """
@@ -90,6 +116,7 @@ def make_monitor(
         documents=documents,
         stragglers=_stragglers(start, replanning) if is_first and replan.report_only else None,
         record=_run_record(registry, start, replanning) if is_first else None,
+        experts=experts,
     )
     compares_ranks = replanning is not None or renews or replan.report_only
     interval = replan.interval_steps if compares_ranks else steps_between(steps_per_print)

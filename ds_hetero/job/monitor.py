@@ -3,6 +3,7 @@
     record_step        counts a step; every ``interval`` steps:
       _observe           all ranks exchange their times: one collective
         record, stragglers, documents     take the times
+        experts                           take the rows of divided experts
         replanning                        may change the plan: one collective more
         monitors                          get the times as events
     report             prints the table over the whole job
@@ -25,6 +26,7 @@ from ds_hetero.common.reading import JsonObject
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.documents import CostRenewal
+from ds_hetero.job.expert_loads import ExpertLoads
 from ds_hetero.job.job_times import JobTimes, times_of_passes, utilizations
 from ds_hetero.job.pipeline_times import common_steps
 from ds_hetero.job.rank_times import RECENT_STEPS, RankTimes, peak_flops_per_s
@@ -72,6 +74,7 @@ class Observers:
     documents: DocumentObserver | None = None  # None if batches are sharded by length
     stragglers: Stragglers | None = None  # on rank 0, names slow ranks; None if the section does not ask for it
     record: RunRecord | None = None  # on rank 0, writes ``run.json``; None if the section does not ask for it
+    experts: ExpertLoads | None = None  # on every rank; None if experts are not divided
 
 
 def steps_between(steps_per_print: float | None) -> int:
@@ -99,6 +102,9 @@ class StepMonitor:
         self._documents = observers.documents
         self._stragglers = observers.stragglers
         self._record = observers.record
+        self._experts = observers.experts
+        if self._record is not None:
+            self._record.experts = self._experts
         self._clock, self._writer = clock, writer
         self._world = World.current()
         self._model = start.facts.model.spec
@@ -138,6 +144,8 @@ class StepMonitor:
         if self._steps_to_skip:
             self._steps_to_skip -= 1
             self._clock.pop_finished()  # drop its times
+            if self._experts is not None:
+                self._experts.take_rows()
         # A job that writes run.json observes its first step at once: it may end before the interval has passed.
         elif self._steps % self._interval == 0 or (self._has_record and not self._totals):
             self._observe(samples)
@@ -178,7 +186,12 @@ class StepMonitor:
         rank_times = RankTimes.from_steps(steps, self._unit_costs, growth, peak, self._recent_s)
         has_pipelines = self._start.is_of_pipelines
         passes = steps if has_pipelines else ()  # timestamps of every pass: only pipelines pay for sending them
-        times_by_rank, steps_by_rank = zip(*self._world.on_all_ranks(lambda: (rank_times, passes)), strict=True)
+        rows = [] if self._experts is None else self._experts.take_rows()
+        by_rank = self._world.on_all_ranks(lambda: (rank_times, passes, rows))
+        times_by_rank, steps_by_rank, rows_by_rank = zip(*by_rank, strict=True)
+        if self._experts is not None and self._world.rank == 0:
+            for line in self._experts.observe(self._steps, rows_by_rank):
+                announce(line)
         if not has_pipelines:
             return JobTimes(times_by_rank) if all(times.steps for times in times_by_rank) else None
         finished_by_all = common_steps(steps_by_rank)

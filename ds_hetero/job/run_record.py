@@ -26,6 +26,7 @@ from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.decide_pipelines import pipelines_workload
 from ds_hetero.decision.forecast import COST_MODEL
 from ds_hetero.errors import HeteroError
+from ds_hetero.job.expert_loads import ExpertLoads
 from ds_hetero.job.job_times import JobTimes, planned_step_s
 from ds_hetero.job.rank_times import RankTimes
 from ds_hetero.job.replanning import PlanChange
@@ -86,11 +87,13 @@ class RunRecord:
 
     Attributes:
         events: of an elastic job.
+        experts: loads of divided experts; None if every rank has all.
     """
 
     def __init__(self, start: JobStart, path: Path, changes: Callable[[], Sequence[PlanChange]]) -> None:
         self._start, self._path, self._changes = start, path, changes
         self.events: Sequence[JsonObject] = ()
+        self.experts: ExpertLoads | None = None
         self._scenario = _scenario_of(start)
         self._versions = _versions()
         # An interactive session keeps the last error here: an error from before the job does not end it.
@@ -166,6 +169,7 @@ class RunRecord:
             observations=tuple(self._observations),
             changes=tuple(change.to_dict() for change in self._changes()),
             events=tuple(self.events),
+            experts=None if self.experts is None else self.experts.to_dict(),
             traced_step=self._traced_step,
             trace=tuple(snapshot.trace for snapshot in self._snapshots),
         )

@@ -73,6 +73,8 @@ class RunFile:
             ``gain``.
         events: events of an elastic job, also from before its restarts, each with ``kind``, ``time`` in seconds since
             1970, ``ranks``, and further keys that depend on the kind.
+        experts: loads of experts that are divided among ranks: by rank ``experts`` of a layer, ``planned_share`` and
+            ``share`` of all rows; ``rows`` of every expert by layer. None if experts are not divided.
     """
 
     plan: Plan  # first plan of the job
@@ -86,6 +88,7 @@ class RunFile:
     observations: tuple[Mapping[str, float], ...] = ()
     changes: tuple[JsonObject, ...] = ()
     events: tuple[JsonObject, ...] = ()
+    experts: JsonObject | None = None
     traced_step: int | None = None  # number of the step in ``trace``; None without a trace
     trace: tuple[tuple[TracedRange, ...], ...] = ()  # ranges of every rank in that step
 
@@ -113,6 +116,8 @@ class RunFile:
         }
         if self.events:
             content["events"] = list(map(dict, self.events))
+        if self.experts is not None:
+            content["experts"] = dict(self.experts)
         content["trace"] = {"step": self.traced_step, "ranks": traced_ranks}
         return content
 
@@ -199,6 +204,7 @@ def _read(data: JsonObject) -> RunFile:
         observations=tuple(map(_read_observation, data["observations"])),
         changes=tuple(map(dict, data["changes"])),
         events=tuple(map(_read_event, data.get("events", ()))),
+        experts=None if data.get("experts") is None else _read_experts(data["experts"]),
         traced_step=None if step is None else int(_number(step, "trace.step")),
         trace=tuple(tuple(map(_read_range, ranges)) for ranges in trace),
     )
@@ -214,6 +220,12 @@ def _read_rank(data: JsonObject) -> MeasuredRank:
 def _read_observation(data: JsonObject) -> dict[str, float]:
     """Read one entry of ``"observations"``."""
     return {key: _number(data[key], key) for key in _OBSERVATION}
+
+
+def _read_experts(data: JsonObject) -> JsonObject:
+    """Read the loads of divided experts."""
+    by_rank = {name: [_number(value, name) for value in data[name]] for name in ("experts", "planned_share", "share")}
+    return {**by_rank, "rows": [[_number(value, "rows") for value in layer] for layer in data["rows"]]}
 
 
 def _read_event(data: JsonObject) -> JsonObject:

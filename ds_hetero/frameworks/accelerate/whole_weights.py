@@ -1,4 +1,4 @@
-"""``Accelerator.get_state_dict`` of a model whose experts are divided among ranks, which the Trainer saves models by."""
+"""``Accelerator.get_state_dict``, by which the Trainer saves models, if experts are divided among ranks."""
 
 from __future__ import annotations
 

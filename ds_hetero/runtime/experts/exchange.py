@@ -33,11 +33,13 @@ class RowCounts:
         send: rows that this rank's tokens send to each rank's experts.
         receive: rows that this rank's experts get from each rank.
         local_ids_M: expert of every received row, counted from this rank's first expert.
+        by_expert: rows that each of this rank's experts gets.
     """
 
     send: list[int]
     receive: list[int]
     local_ids_M: Tensor
+    by_expert: list[int]
 
 
 def exchange_counts(sorted_ids_N: Tensor, experts: Split, group: ProcessGroup) -> RowCounts:
@@ -66,7 +68,8 @@ def exchange_counts(sorted_ids_N: Tensor, experts: Split, group: ProcessGroup) -
     receive = [sum(from_ranks[i * num_local : (i + 1) * num_local]) for i in range(len(experts.sizes))]
     # Rows arrive by rank, and those of a rank by expert: [0, 0, 1 | 0, 1, 1] for experts 0 and 1 of two ranks' rows.
     ids_Re = torch.arange(num_local, device=device).repeat(len(experts.sizes))
-    return RowCounts(send, receive, ids_Re.repeat_interleave(counts_Re, output_size=sum(receive)))
+    by_expert = [sum(from_ranks[expert::num_local]) for expert in range(num_local)]
+    return RowCounts(send, receive, ids_Re.repeat_interleave(counts_Re, output_size=sum(receive)), by_expert)
 
 
 def send_rows(rows_NH: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:

@@ -21,6 +21,9 @@ from ds_hetero.values.splits import Split
 RunLocal = Callable[[Tensor, Tensor], Tensor]
 """Runs this rank's experts: takes rows [M, H] and the local expert of each [M], returns [M, H]."""
 
+NoteRows = Callable[[list[int]], None]
+"""Takes the rows that each of this rank's experts gets in a call of the layer."""
+
 
 def run_placed_experts(
     tokens_TH: Tensor,
@@ -31,6 +34,7 @@ def run_placed_experts(
     group: ProcessGroup,
     *,
     trains_experts: bool = True,
+    note_rows: NoteRows | None = None,
 ) -> Tensor:
     """Compute the weighted sum of each token's experts, wherever the experts are.
 
@@ -43,6 +47,7 @@ def run_placed_experts(
         run_local: computes this rank's experts; not called if no row arrives.
         experts: experts of each rank of ``group``; zero is allowed.
         trains_experts: whether the experts' weights need gradients; the same on every rank.
+        note_rows: is told how many rows the experts get; the host knows these numbers anyway.
 
     Caller: every rank of the group, also one without tokens or without experts.
     Collectives: forward those of `exchange_counts` and two of `send_rows`; backward two of `send_rows`.
@@ -56,6 +61,8 @@ def run_placed_experts(
         tokens_TH = tokens_TH.detach().requires_grad_()
     sorted_ids_N, order_N = torch.sort(expert_ids_Tk.reshape(-1), stable=True)
     counts = exchange_counts(sorted_ids_N, experts, group)
+    if note_rows is not None:
+        note_rows(counts.by_expert)
     rows_NH = tokens_TH.index_select(0, order_N // num_chosen)
     rows_MH = send_rows(rows_NH, counts.send, counts.receive, group)
     # Without a row the experts stay out of the graph, but the rows are in it: the backward of both messages runs on

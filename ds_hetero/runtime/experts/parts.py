@@ -35,6 +35,7 @@ class PlacedLayer(Protocol):
     name: str  # of the module in the model
     experts: Split  # of each rank
     in_replicas: ReplicaExperts  # how this and other replicas divide them
+    rows: list[int]  # that each of this rank's experts got in training, see `ExpertParts.take_rows`
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,18 @@ class ExpertParts:
     def experts_by_rank(self) -> list[list[int]]:
         """Of each layer, the number of experts of every rank."""
         return [list(layer.experts.sizes) for layer in self._layers]
+
+    @property
+    def in_replicas(self) -> list[ReplicaExperts]:
+        """Of each layer, the experts of every rank of every replica."""
+        return [layer.in_replicas for layer in self._layers]
+
+    def take_rows(self) -> list[list[int]]:
+        """Return the rows that each of this rank's experts got since the last call, by layer."""
+        rows = [layer.rows for layer in self._layers]
+        for layer in self._layers:
+            layer.rows = [0] * len(layer.rows)
+        return rows
 
     @property
     def trained(self) -> Mapping[str, ExpertPart]:
@@ -136,6 +149,10 @@ class ExpertParts:
             yield
         finally:
             self._whole = None
+
+    def whole_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the whole of a parameter of experts inside `gathered`, on rank 0; None otherwise."""
+        return None if self._whole is None else self._whole.get(id(parameter))
 
     def _to_first_rank(self, part: ExpertPart) -> Tensor:
         """Return the whole parameter on rank 0, an empty tensor on other ranks. Collectives: one all_to_all_single."""

@@ -26,6 +26,7 @@ class Layer:
         self.experts, self.name, self.module = Split(share(EXPERTS, weights)), "layer", nn.Module()
         self.in_replicas = ReplicaExperts((tuple(range(len(weights))),), (self.experts,))
         start, stop = self.experts.ranges[rank]
+        self.rows = [0] * (stop - start)
         whole = torch.arange(EXPERTS * 6, dtype=torch.float32).view(EXPERTS, 3, 2)
         self.module.weight = nn.Parameter(whole[start:stop].clone())
 

@@ -52,4 +52,6 @@ def sums_are_those_of_whole_tensors(rank: int, seeds: range) -> None:
 @pytest.mark.parametrize("strict", [False, True], ids=["gloo", "NCCL's rules"])
 @pytest.mark.parametrize("world_size", [2, 4, 5])
 def test_sums_over_replicas_are_those_of_whole_tensors(world_size: int, strict: bool) -> None:
-    run_ranks(sums_are_those_of_whole_tensors, world_size, range(100 * world_size, 100 * world_size + 12), strict=strict)
+    run_ranks(
+        sums_are_those_of_whole_tensors, world_size, range(100 * world_size, 100 * world_size + 12), strict=strict
+    )

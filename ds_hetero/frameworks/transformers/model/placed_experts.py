@@ -60,12 +60,14 @@ class ExpertLayer:
     Attributes:
         experts: experts of each rank of this replica.
         range: experts ``[start, stop)`` of this rank.
+        rows: rows that each of these got in training, until `ExpertParts.take_rows`.
     """
 
     def __init__(self, module: nn.Module, name: str, in_replicas: ReplicaExperts, replica: Replica) -> None:
         self.module, self.name, self.in_replicas, self.replica = module, name, in_replicas, replica
         self.experts = in_replicas.splits[replica.replica_id]
         self.range = self.experts.ranges[replica.sp_rank]
+        self.rows = [0] * self.experts.sizes[replica.sp_rank]
         self._former = _implementation_of(module)
         start, stop = self.range
         with torch.no_grad():
@@ -89,8 +91,19 @@ class ExpertLayer:
 
         trains = any(parameter.requires_grad for parameter in self.module.parameters())
         return run_placed_experts(
-            tokens_TH, expert_ids_Tk, weights_Tk, run_local, self.experts, self.replica.sp_group, trains_experts=trains
+            tokens_TH,
+            expert_ids_Tk,
+            weights_Tk,
+            run_local,
+            self.experts,
+            self.replica.sp_group,
+            trains_experts=trains,
+            note_rows=self._note_rows if self.module.training else None,
         )
+
+    def _note_rows(self, rows: list[int]) -> None:
+        """Count rows of this rank's experts; a recomputation counts them again, which changes no share."""
+        self.rows = [before + more for before, more in zip(self.rows, rows, strict=True)]
 
 
 def place_experts(model: nn.Module, weights: Sequence[float], replica: Replica) -> ExpertParts:
