@@ -639,7 +639,7 @@ _FEATURE_ROWS = (
             _TRAINED_EXPERTS + "test_an_accelerate_loop_saves_and_resumes_as_one_process",
             "tests/integration/loops/test_expert_jobs.py::test_random_jobs_equal_one_process",
         ),
-        note="one or several replicas; fp32, or bf16 with ZeRO 1 and 2; models of transformers' registry of experts",
+        note="any replicas; fp32, or bf16 with ZeRO 1 and 2; models of transformers' registry of experts",
     ),
     Row(
         what="`experts` with ZeRO-3, fp16, bf16 on ZeRO-0, offload, `elastic` or `replan`",
