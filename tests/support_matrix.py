@@ -583,6 +583,15 @@ _FEATURE_ROWS = (
         note="on CPU; refused in pipelines",
     ),
     Row(
+        what="[gradients of a ring in bf16](loops.md#gradients-of-a-ring-in-bf16) (`ring_gradients`)",
+        status="tested",
+        tests=(
+            "tests/dist/attention/test_ring_gradients.py"
+            "::test_the_error_of_rounded_gradients_is_below_the_bound_that_is_named",
+        ),
+        note="not exact; the job names the bound of its error",
+    ),
+    Row(
         what="transformers' `activation_checkpointing_enable(offload=True)`",
         status="tested",
         tests=(_FEATURES + "test_checkpoints_on_the_host_train_as_on_one_process",),

@@ -28,7 +28,7 @@ from ds_hetero.common.reading import JsonDict, is_file, is_pipe, read_file, shor
 from ds_hetero.common.terminal import fitted_text, terminal_width
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
 from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
+from ds_hetero.cost.workload import OPTIMIZER_BYTES, RING_GRADIENT_BYTES, Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.models.trained_weights import read_training
@@ -79,6 +79,12 @@ _MEMORY = (
     ),
     click.option(
         "--keep-attention", is_flag=True, help="Recomputation takes attention from the forward: more memory, less time."
+    ),
+    click.option(
+        "--ring-gradients",
+        type=click.Choice(tuple(RING_GRADIENT_BYTES)),
+        default="fp32",
+        help="Of gradients of keys and values on the way round a ring; bf16 rounds them at every hop.",
     ),
     click.option(
         "--experts",

@@ -2,7 +2,7 @@
 
 It differs from HexiSeq's Eqs. 2-12 (`published`, arXiv:2605.07569) in these points:
 
-    ring         no barrier between steps; KV travels one block ahead, dK/dV in fp32 come back  (`ring`)
+    ring         no barrier between steps; KV travels one block ahead, dK/dV come back, in fp32  (`ring`)
     links        the bytes of a device add up at its ports, a node's at its NIC or switch       (`exchange_s`)
     passes       forward and backward apart; attention 4 + 10 FLOPs, matmuls 1 + 2              (`flops`)
     causality    half the work in a zigzag layout; contiguous groups compute only what their causal mask lets them see

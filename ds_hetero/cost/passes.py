@@ -28,7 +28,6 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
 PLACEHOLDER_TOKENS = 1  # tokens that a rank with an empty shard computes, so that it joins all collectives
-GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 WIDE = 4  # bytes of fp32
 # Bytes moved to merge one element of a partial result: read it and the running sum, write back, in fp32 with a cast.
 MERGE_BYTES = 16
@@ -295,7 +294,7 @@ class BlockPasses:
     def _ring(self, assigned: AssignedWork, compute: Compute, *, backward: bool) -> RingCoefficients:
         """Return the terms of the ring's time in one pass, as functions of the tokens of a KV block."""
         pass_index, num_groups = int(backward), compute.length_BK.shape[1]
-        gradient_bytes = 2 * self.workload.micro_batch * self.model.head_dim * GRADIENT_ELEMENT_BYTES
+        gradient_bytes = 2 * self.workload.micro_batch * self.model.head_dim * self.workload.ring_gradient_bytes
         latency_BK, transfer_BK, shared_BK = assigned.latency_BK, assigned.transfer_BK, assigned.shared_BK
         if backward:
             # The ring turns the other way: group p receives from group p + 1, over the link by which p + 1 receives

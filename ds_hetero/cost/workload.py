@@ -28,6 +28,9 @@ OPTIMIZER_BYTES = {
 }
 """Bytes of optimizer state per trained parameter, the master weight included."""
 
+RING_GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of an element of partial dK and dV that travel between the groups of a ring, by ``Workload.ring_gradients``."""
+
 EXPERT_RULES = ("equal", "by_memory", "by_speed")
 """Rules by which the experts of a layer are divided among ranks; besides there are lists of weights, one per rank."""
 
@@ -79,6 +82,8 @@ class Workload:
     zero_order: tuple[int, ...] | None = None  # position of every rank's share among all shares; None: rank order
     activation_checkpointing: bool = True  # keep only the input of every layer, and compute it again backward
     keep_attention: bool = False  # with checkpointing: keep what attention has computed and received, too
+    # Type in which partial dK and dV travel between the groups of a ring; a search keeps it, since bf16 rounds them.
+    ring_gradients: str = "fp32"
     tiled_logits: bool = True  # compute the loss in tiles, so that logits of all tokens never exist at once
     tiled_mlp: bool = False  # compute MLPs in tiles, again in the backward: only one tile's inner activations exist
     tile_tokens: int | None = None  # tokens of a sequence in such a tile, key ``"tile_tokens"``; None: default sizes
@@ -121,6 +126,10 @@ class Workload:
             raise PlanError(
                 f"quantization must be null or, with an adapter_rank, one of {', '.join(QUANTIZATIONS)}, got "
                 f"{shortened(self.quantization)}."
+            )
+        if self.ring_gradients not in RING_GRADIENT_BYTES:
+            raise PlanError(
+                f"ring_gradients must be one of {', '.join(RING_GRADIENT_BYTES)}, got {shortened(self.ring_gradients)}."
             )
         if self.selective_checkpointing and self.activation_checkpointing:
             raise PlanError(
@@ -173,6 +182,11 @@ class Workload:
     def keeps_attention(self) -> bool:
         """Whether the recomputation of a layer takes the attention of its forward, and sends no message of it again."""
         return self.keep_attention and self.activation_checkpointing
+
+    @property
+    def ring_gradient_bytes(self) -> int:
+        """Bytes of an element of partial dK or dV that travels between the groups of a ring."""
+        return RING_GRADIENT_BYTES[self.ring_gradients]
 
     @property
     def experts_in_words(self) -> str:

@@ -7,6 +7,7 @@ counted. `ds_hetero.decision.start_text` has every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from ds_hetero.common.announce import PREFIX
 from ds_hetero.common.terminal import fitted_text
@@ -70,6 +71,29 @@ def kept_attention_lines(start: JobStart) -> Iterator[str]:
             f'"keep_attention" keeps the {model.spec.attention_layers} attention layers of {model.name}; the backward '
             "computes its linear-attention or SSM layers again, with their messages"
         )
+
+
+BF16_ROUNDOFF = 2.0**-8  # largest relative error of rounding to bfloat16, which has 8 significant bits
+
+
+def ring_gradient_lines(start: JobStart) -> Iterator[str]:
+    """Yield that ``"ring_gradients"`` rounds messages, and the error; nothing if they travel as they add up.
+
+    The error is that of `ds_hetero.runtime.attention.lane_mail.GradientBlocks`. A ring of K groups has K - 1 hops.
+    """
+    value = start.section.ring_gradients
+    if value == "fp32":
+        return
+    stages = chain.from_iterable(pipeline.stages for pipeline in start.plan.pipelines)
+    hops = max((stage.schedule.ring_size for stage in stages if stage.schedule is not None), default=1) - 1
+    if hops == 0:
+        yield f'"ring_gradients": "{value}" has no effect: the schedule has no ring. Leave the key out'
+        return
+    percent = 100 * ((1 + BF16_ROUNDOFF) ** hops - 1)
+    yield (
+        f'"ring_gradients": "{value}" rounds gradients of keys and values on each of {hops} hops of a ring: an error '
+        f'of at most {percent:.2g} % of the sum of their parts\' magnitudes. "fp32" is exact'
+    )
 
 
 def _work_text(work: Workload) -> str:

@@ -28,7 +28,7 @@ from ds_hetero.decision.resolve import (
     sp_size_of,
 )
 from ds_hetero.decision.searcher import Searcher
-from ds_hetero.errors import ModelError, PlanError, ScheduleError
+from ds_hetero.errors import ConfigError, ModelError, PlanError, ScheduleError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.expert_choice import divisions
@@ -244,6 +244,7 @@ def _decide_kept(job: _Job, plan: Plan | None) -> JobStart:
         search=searcher,
         plan=plan,
     )
+    _expect_ring(section, plan)
     if job.cluster is None and not by_memory:
         return JobStart(facts=facts, plan=plan, keeps_attention=job.keeps_attention)
     clusters = clusters_of_replicas(section, job.cluster, [schedule.sp_size for schedule in plan.schedules])
@@ -273,6 +274,23 @@ def _decide_kept(job: _Job, plan: Plan | None) -> JobStart:
         is_predicted=True,
         keeps_attention=job.keeps_attention,
     )
+
+
+def _expect_ring(section: HeterogeneitySection, plan: Plan) -> None:
+    """Refuse rounded gradients of a ring in a plan without one, unless a search found that plan.
+
+    Then rank 0 says that the key has no effect (`ds_hetero.decision.chosen_text.ring_gradient_lines`): re-planning may
+    find a ring, and no user can know beforehand what a search finds.
+
+    Raises:
+        ConfigError: no replica has a ring.
+    """
+    has_ring = any(schedule.ring_size > 1 for schedule in plan.schedules)
+    if section.ring_gradients != "fp32" and not has_ring and not needs_planner(section):
+        raise ConfigError(
+            f'"{SECTION}.ring_gradients" is "{section.ring_gradients}", the type of messages in a ring of groups, but '
+            f'no replica of "{SECTION}.schedule" has several groups. Leave the key out, or give a schedule with a ring.'
+        )
 
 
 def _described_cluster(section: HeterogeneitySection) -> Cluster | None:

@@ -105,7 +105,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
 
     Args:
         facts: section, model and training of the job; of the section only ``seq_len``, ``zero_partition``,
-            ``zero_within``, ``tile_tokens`` and ``experts`` are read.
+            ``zero_within``, ``tile_tokens``, ``ring_gradients`` and ``experts`` are read.
         on_host: whether devices are CPUs, so that nothing can be offloaded to the host.
     """
     section, model, training = facts.section, facts.model, facts.training
@@ -134,6 +134,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
         tiled_logits=is_tiled,
         tiled_mlp=is_tiled,
         tile_tokens=section.tile_tokens,
+        ring_gradients=section.ring_gradients,
         element_bytes=element_bytes,
         gradient_bytes=gradient_bytes * trained_share,
         optimizer_bytes=optimizer_bytes * trained_share,

@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import Clock
+from ds_hetero.values.section import RingGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class ShardedForward:
     kernel: str | None  # name of the attention kernel in the configuration, if any
     is_placeholder: bool  # whether this rank holds no token of the batch, but one column of placeholders
     clock: Clock
+    ring_gradients: RingGradients = "fp32"  # type in which partial dK/dV travel between the groups of a ring
     wrapped_calls: set[str] = field(default_factory=set)  # wrapped functions that recurrent layers have called
 
 

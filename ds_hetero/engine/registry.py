@@ -331,6 +331,7 @@ def _declare(trained: TrainedModel, start: JobStart) -> None:
     if section.tile_tokens is not None:
         trained.sequences.tile(section.tile_tokens)
     trained.sequences.keeps_attention = start.keeps_attention
+    trained.sequences.ring_gradients = section.ring_gradients
 
 
 def _place_batches(trained: TrainedModel, placer: DocumentPlacer | None) -> None:

@@ -28,7 +28,12 @@ from ds_hetero.common.private_files import make_cache_folder
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.decision.batches import plan_of_batches
-from ds_hetero.decision.chosen_text import chosen_pipelines_text, chosen_schedules_text, kept_attention_lines
+from ds_hetero.decision.chosen_text import (
+    chosen_pipelines_text,
+    chosen_schedules_text,
+    kept_attention_lines,
+    ring_gradient_lines,
+)
 from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
 from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys
 from ds_hetero.decision.expert_weights import experts_text
@@ -405,6 +410,7 @@ def announce_start(start: JobStart) -> None:
         for text in (
             chosen_pipelines_text(start.plan, start.searched, kept),
             *idle_keys(start.section, start.plan),
+            *ring_gradient_lines(start),
         ):
             announce(text)
         if start.searched is not None:
@@ -415,7 +421,7 @@ def announce_start(start: JobStart) -> None:
         announce(start.experts_choice)
     if start.expert_weights is not None:
         announce(experts_text(start.expert_weights, start.facts, start.plan, start.forecasts))
-    for line in (*kept_attention_lines(start), *other_kernel_lines(start)):
+    for line in (*kept_attention_lines(start), *ring_gradient_lines(start), *other_kernel_lines(start)):
         announce(line)
     if start.forecasts and start.section.strategy in (LUT.name, FORMULA.name):
         announce(table_text(start.forecasts[0].cost))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import bytes_text, time_text
@@ -44,11 +45,21 @@ def ds_config(job: Job, plan: JsonObject) -> JsonDict:
         section["zero_within"] = "node"
     if work.keeps_attention:
         section["keep_attention"] = True
+    if work.ring_gradients != "fp32" and _has_ring(job):
+        section["ring_gradients"] = work.ring_gradients
     if work.experts is not None:
         section["experts"] = list(work.experts) if isinstance(work.experts, tuple) else work.experts
     if work.tiled_mlp or work.tiled_logits:
         section["tile_tokens"] = work.tile_tokens or MLP_TILE_TOKENS
     return {**config, "heterogeneity": section}
+
+
+def _has_ring(job: Job) -> bool:
+    """Return True if ranks of the job share sequences in a ring of several groups."""
+    if job.kind == ONE or (job.kind == BATCH and _replicas_are_ranks(job)):
+        return False
+    stages = chain.from_iterable(pipeline.stages for pipeline in job.planned.plan.pipelines)
+    return any(stage.schedule is not None and stage.schedule.ring_size > 1 for stage in stages)
 
 
 def _configure_batch(job: Job, plan: JsonObject, config: JsonDict, section: JsonDict) -> None:

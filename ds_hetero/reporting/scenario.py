@@ -137,6 +137,7 @@ _LATER_FIELDS = (
     "selective_checkpointing",
     "zero_within",
     "keep_attention",
+    "ring_gradients",
     "experts",
 )
 
@@ -178,7 +179,7 @@ def _is_workload_value(name: str, value: Any, default: Any) -> bool:
         return is_list(value)
     if name == "experts":
         return is_list(value) or value in EXPERT_RULES
-    if name == "quantization":
+    if name in ("quantization", "ring_gradients"):
         return isinstance(value, str)
     if name == "buffers":
         return isinstance(value, Mapping) and all(map(_is_number, value.values()))

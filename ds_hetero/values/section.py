@@ -39,6 +39,9 @@ KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 # rank chooses the best kernel for its device.
 KernelWish = KernelName | list[KernelName | None] | dict[str, KernelName] | None
 
+# Types in which partial gradients of keys and values travel between the groups of a ring.
+RingGradients = Literal["fp32", "bf16"]
+
 SECTION = "heterogeneity"
 
 
@@ -161,6 +164,7 @@ class HeterogeneitySection(BaseModel):
     attention: KernelWish = None
     tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     keep_attention: bool | Literal["where_it_fits"] = False
+    ring_gradients: RingGradients = "fp32"
     loss: (
         Literal["replica_mean", "local_mean", "local_sum", "local_share", "sample_mean", "label_mean", "token_mean"]
         | None
@@ -231,6 +235,16 @@ class HeterogeneitySection(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _has_ring_for_gradients(self) -> HeterogeneitySection:
+        """Refuse rounded gradients of a ring beside the strategy whose ranks are one group."""
+        if self.ring_gradients != "fp32" and self.schedule == "ulysses":
+            raise ValueError(
+                f'"ring_gradients" is "{self.ring_gradients}", the type of messages in a ring of groups, but '
+                '"schedule": "ulysses" makes one group of all ranks, which has none. Leave one of them out'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_strategy_of_pipelines(self) -> HeterogeneitySection:
         """Refuse a strategy of sequence parallelism in a search for pipelines."""
         if self.parallel == "full" and self.schedule != "plan" and self.schedule in STRATEGIES:
@@ -265,6 +279,7 @@ class HeterogeneitySection(BaseModel):
             "attention",
             "tile_tokens",
             "keep_attention",
+            "ring_gradients",
             "seq_len",
             "experts",
         )
@@ -302,6 +317,8 @@ _ACCEPTED = {
     "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
     "keep_attention": 'true, false or "where_it_fits" (if it is predicted to fit into memory, and to be faster): '
     "whether the recomputation of a checkpointed layer takes the attention of its forward",
+    "ring_gradients": '"fp32", or "bf16" (half the bytes of these messages, and a rounding at every hop): the type in '
+    "which gradients of keys and values travel between the groups of a ring",
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself; '
     '"sample_mean", "label_mean" or "token_mean", for that of a module that is not split',
     "zero_within": '"node", or the ranks of every node, such as [2, 1]',

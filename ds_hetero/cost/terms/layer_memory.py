@@ -137,7 +137,8 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     The backward of an MLP allocates gradients of its inner activations and of one of its matrices; if tiled, gradients
     of all its matrices. The backward of the norm before the MLP has `_NORM_COPIES` copies of the tokens in fp32.
 
-        ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
+        ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results; with bf16 messages one
+                           fp32 block that is computed, a bf16 one that is sent and another that is received, as much
         exchange_buffers   packed q, k, v of the all-to-all, or the inputs of a scan
     """
     element, hidden, head_dim = workload.element_bytes, model.hidden_size, model.head_dim

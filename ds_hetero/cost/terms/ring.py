@@ -11,8 +11,8 @@ barrier: a group waits only for its next KV block, which travels while the group
 
 Forward, group p works on the block of group p - t at step t. Backward, the ring turns the other way, since the last
 block of the forward is still in memory: group p works on the block of group p + 1 + t. While it computes it receives
-the next KV block, and the fp32 dK and dV of the present block from its neighbour (the runtime sends them on as soon as
-a group has added its part). There are K - 1 transfers of KV forward, K - 2 of KV and K - 1 of dK/dV backward.
+the next KV block, and dK and dV of the present block from its neighbour, in fp32 or bf16 (the runtime sends them on as
+soon as a group has added its part). There are K - 1 transfers of KV forward, K - 2 of KV and K - 1 of dK/dV backward.
 
 That is what messages on communicators of their own do (`ds_hetero.batch.ring_colours`), and those of gloo. If a group
 sends and receives on one communicator of NCCL, both are one kernel, and a rendezvous: it ends only when the receiver

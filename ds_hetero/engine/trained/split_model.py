@@ -15,6 +15,7 @@ from ds_hetero.runtime.data.shards import Batch
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks import ComparisonPace
 from ds_hetero.runtime.step_clock import StepClock
+from ds_hetero.values.section import RingGradients
 
 
 class BatchChecks(Protocol):
@@ -73,6 +74,7 @@ class SplitModel(Protocol):
     checks: BatchChecks
     pace: ComparisonPace  # when a piece of a batch is compared again
     keeps_attention: bool  # whether the recomputation of checkpointed layers takes the attention of their first run
+    ring_gradients: RingGradients  # type in which partial dK/dV travel between the groups of a ring
     is_restored: bool  # True after `restore`
 
     @property

@@ -13,6 +13,7 @@ from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.plans import Plan
+from ds_hetero.values.section import RingGradients
 
 
 class StagedModel(Protocol):
@@ -38,7 +39,7 @@ class StagedModel(Protocol):
     def __call__(self, batch: StageBatch, hidden: Tensor | None) -> Tensor:
         """Run the forward of a micro-batch."""
 
-    def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
+    def shard_sequences(self, replica: Replica, kernel: str | None, ring_gradients: RingGradients) -> None:
         """Switch a ``"sequence"`` stage to the attention of its schedule."""
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:

@@ -33,6 +33,11 @@ def expect_section_of_whole_model(name: str, section: HeterogeneitySection, *, t
             f'"keep_attention" is for models of transformers that can be split over a sequence, and {name} is not one. '
             "Leave the key out."
         )
+    if section.ring_gradients != "fp32":
+        raise ConfigError(
+            f'"ring_gradients": "{section.ring_gradients}" is for messages between ranks that share sequences in a '
+            f"ring, and {name} runs whole on every rank. Leave the key out."
+        )
     if section.evaluation == "sharded":
         raise ConfigError(
             f'"{SECTION}.evaluation": "sharded" splits the sequences of an evaluation over ranks, but {name} runs '

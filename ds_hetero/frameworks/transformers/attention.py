@@ -241,6 +241,7 @@ def _sharded_attention(
         scale=options.scaling,
         softcap=options.softcap,
         sinks=options.s_aux,
+        ring_gradients=forward.ring_gradients,
     )
     with torch.autocast(query.device.type, enabled=False):  # partial results are merged in fp32
         out = attention(query, key, value, forward.replica, forward.batch, spec, forward.clock)

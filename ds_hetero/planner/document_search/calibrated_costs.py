@@ -20,8 +20,6 @@ from ds_hetero.planner.document_search.traffic import KVBytes
 from ds_hetero.planner.document_search.unit_costs import TILE_ROWS, UnitCosts
 from ds_hetero.values.schedule import Schedule
 
-GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV are sent in fp32
-
 
 def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
     """Return the costs of documents on the units of ``schedule``.
@@ -104,7 +102,8 @@ def kv_bytes(cost: CalibratedCostModel) -> KVBytes:
     work, elements = cost.workload, 2 * cost.model.head_dim  # a key and a value
     num_forwards = 2 if work.activation_checkpointing and not work.keeps_attention else 1
     pass_bytes = elements * work.element_bytes
-    return KVBytes(forward=num_forwards * pass_bytes, backward=pass_bytes, gradients=elements * GRADIENT_ELEMENT_BYTES)
+    gradient_bytes = elements * work.ring_gradient_bytes
+    return KVBytes(forward=num_forwards * pass_bytes, backward=pass_bytes, gradients=gradient_bytes)
 
 
 def _kv_bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:

@@ -65,6 +65,7 @@ class Job:
                 "activation_checkpointing": work.activation_checkpointing,
                 "selective_checkpointing": work.selective_checkpointing,
                 "keep_attention": work.keeps_attention,
+                "ring_gradients": work.ring_gradients,
                 "tiled_loss": work.tiled_logits,
                 "tiled_mlp": work.tiled_mlp,
                 "offload_activations": work.offload_activations,

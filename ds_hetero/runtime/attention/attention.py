@@ -34,6 +34,7 @@ from ds_hetero.runtime.attention.moves import from_attention, to_attention
 from ds_hetero.runtime.attention.ring import ring_backward, ring_forward
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
+from ds_hetero.values.section import RingGradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,7 @@ class AttentionSpec:
         scale: of the scores; D ** -0.5 if left out.
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2).
         sinks: [H], a logit per head that takes part in the softmax and has no value (gpt-oss).
+        ring_gradients: key ``"ring_gradients"``: type in which partial dK/dV travel between the groups of a ring.
     """
 
     kernel: AttentionKernel
@@ -55,6 +57,7 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    ring_gradients: RingGradients = "fp32"
 
     def scores(self, head_dim: int) -> Scores:
         """Return scale and soft cap of the scores for heads of this size."""
@@ -101,7 +104,14 @@ def _attention_of_part(
     window = None if spec.window is not None and spec.window >= batch.placement.length else spec.window
     exchange = _exchange(replica, batch)
     rings = batch.rings(replica.rank, spec.causal, window)
-    context = RingContext(rings, replica.ring_groups, spec.kernel, spec.scores(q.shape[-1]), clock)
+    context = RingContext(
+        rings,
+        replica.ring_groups,
+        spec.kernel,
+        spec.scores(q.shape[-1]),
+        clock,
+        gradient_dtype=torch.bfloat16 if spec.ring_gradients == "bf16" else None,
+    )
     if exchange.process_group is not None:
         q, k, v = _ExchangeHeads.apply(gather_sequence, scatter_sequence, exchange, clock, q, k, v)  # type: ignore[no-untyped-call]
     local_heads = slice(*exchange.this_member.q)

@@ -69,28 +69,45 @@ class KVBlocks:
 class GradientBlocks(KVBlocks):
     """The blocks of partial dK/dV that a member of a lane has; they travel to the members that hold the K and V.
 
+    Blocks that are added to are in ``dtype``; messages, and the parts that a proxy passes on, in ``sent_dtype``. If
+    that is narrower, each hop rounds the sum of the parts so far once. With u the unit roundoff of ``sent_dtype`` (2^-8
+    of bfloat16), K - 1 hops change an element of dK or dV by at most ((1 + u)^(K - 1) - 1) times the sum of the
+    magnitudes of its parts: each part is in at most K - 1 rounded sums. `ds_hetero.decision.chosen_text` prints it.
+
     Args:
         template: a tensor [B, h, S, D] on the same device.
-        dtype: of the gradients.
+        dtype: in which gradients add up.
         own_gradients: dK and dV of this rank's own keys and values, for each sub-ring; partial gradients that arrive
             here are added to them.
+        sent_dtype: in which gradients travel; None for ``dtype``.
     """
 
     tag = 1 << 30  # lower tags are those of KV
 
     def __init__(
-        self, ring: Ring, template: Tensor, dtype: torch.dtype, own_gradients: Sequence[tuple[Tensor, Tensor]]
+        self,
+        ring: Ring,
+        template: Tensor,
+        dtype: torch.dtype,
+        own_gradients: Sequence[tuple[Tensor, Tensor]],
+        sent_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(ring, template, [])
-        self.complete, self._dtype, self._own_gradients = {}, dtype, own_gradients
+        self.complete, self._own_gradients = {}, own_gradients
+        self._dtype = sent_dtype or dtype  # of the memory for messages, see `space_for`
+        self._sum_dtype = dtype
 
     def begin(self, source: int) -> None:
         """Begin a block for the dK/dV of the member ``source``: zeros, if not all of it will be written."""
-        block = block_like(self._template, self._ring, self._ring.num_travelling_keys(source), self._dtype)
+        block = block_like(self._template, self._ring, self._ring.num_travelling_keys(source), self._sum_dtype)
         if source not in self._ring.sources_with_each_key_once:
             for x in block:
                 x.zero_()
         self.complete[source] = block
+
+    def block_to_send(self, transfer: Transfer) -> list[Tensor]:
+        """Return the contiguous block that a transfer sends, rounded to the type in which gradients travel."""
+        return [x.to(self._dtype) for x in super().block_to_send(transfer)]
 
     def store_received(self, transfer: Transfer, block: list[Tensor]) -> None:
         """Add received gradients to the block of their member; a proxy stores them until it passes them on."""

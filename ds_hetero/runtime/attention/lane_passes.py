@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ds_hetero.batch.ring_steps import KernelCall, Ring
@@ -34,6 +35,7 @@ class RingContext:
         rings: this rank's part in the ring of each of its lanes, in the placement's order.
         groups: process groups of the replica, for the messages.
         clock: times the phases and counts FLOPs.
+        gradient_dtype: in which partial dK/dV travel; None for that in which they add up, which loses nothing.
     """
 
     rings: Sequence[Ring]
@@ -41,6 +43,7 @@ class RingContext:
     kernel: AttentionKernel
     scores: Scores
     clock: Clock = UNTIMED
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def undivided(self) -> KernelCall | None:
@@ -150,7 +153,7 @@ class LaneBackward:
         if ring.kept_source is not None:
             self._kv.complete[ring.kept_source] = last_remote_block
         self._local_grads = [(dk[:, sub.kv_heads], dv[:, sub.kv_heads]) for sub in ring.sub_rings]
-        self._partial = GradientBlocks(ring, saved.q, self._dq.dtype, self._local_grads)
+        self._partial = GradientBlocks(ring, saved.q, self._dq.dtype, self._local_grads, context.gradient_dtype)
         self._lse_by_sub_ring = [_LastLse(saved.lse) for _ in ring.sub_rings]
 
     def rounds(self) -> Rounds:

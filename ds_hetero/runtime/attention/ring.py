@@ -4,7 +4,8 @@ Forward step t attends to the KV of the group t positions back, while the KV of 
 other way round the ring: the last remote KV of the forward is still in memory, and partial dK/dV travel home while the
 local block is computed. There is no barrier: a rank waits for what it receives and, at the end, for what it sent.
 
-Partial results are merged by log-sum-exp in fp32, and partial dK/dV travel in fp32.
+Partial results are merged by log-sum-exp in fp32. Partial dK/dV add up in fp32, and travel in fp32 unless the job asks
+for bf16 (`RingContext.gradient_dtype`).
 
 Dimension key: B batch, S tokens of this group, h query heads of this rank, g its KV heads, D head size.
 Source: Ring Attention (arXiv:2310.01889); sub-rings, HexiSeq (arXiv:2605.07569) section 3.3.
@@ -72,7 +73,8 @@ def ring_backward(
         in_reverse: run the lanes in the reverse of the forward's order, those of one unit first; the same on all ranks.
 
     Caller: every rank of the replica, in the backward of `attention`.
-    Messages: per lane, sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
+    Messages: per lane, sub-ring and round one KV block, and one dK/dV block the other way round the ring, in fp32 or in
+        ``context.gradient_dtype``.
     """
     clock = context.clock
     clock.count_attention(_BACKWARD_FLOPS * context.pairs * dout.shape[-1], backward=True)

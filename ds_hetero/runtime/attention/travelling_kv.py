@@ -52,7 +52,8 @@ def add_key_gradients_(grad: Tensor, part: Tensor, key_ranges: tuple[Range, ...]
         start = key_ranges[0][0] + first_key
         grad[:, :, start : start + part.shape[2]].add_(part)
     else:
-        grad.index_add_(2, index_of(key_ranges, grad.device)[first_key : first_key + part.shape[2]], part)
+        index = index_of(key_ranges, grad.device)[first_key : first_key + part.shape[2]]
+        grad.index_add_(2, index, part.to(grad.dtype))
 
 
 @lru_cache(maxsize=256)

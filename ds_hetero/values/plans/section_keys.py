@@ -44,6 +44,10 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
         idle=dict.fromkeys(("one", "tensor"), "such stages compute the attention that the model was built with"),
         off=(None,),
     ),
+    "ring_gradients": SectionKey(
+        idle=dict.fromkeys(("one", "tensor"), "such stages send no keys and values"),
+        off=("fp32",),
+    ),
     "replan.enabled": _FOLLOWED,
     "replan.report_only": _FOLLOWED,
     "layout": _refused("the schedules of the plan give the layout", None),

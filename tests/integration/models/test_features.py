@@ -195,6 +195,23 @@ def _check_bf16(rank: int) -> None:
     np.testing.assert_allclose(losses, expected, rtol=1e-2)  # 8 bits of mantissa
 
 
+def test_rounded_gradients_of_a_ring_train_as_the_exact_ones_but_for_their_rounding() -> None:
+    """fp32, whose self-check compares exact gradients; the first loss has seen no gradient, the others few of them."""
+    run_deepspeed(_check_rounded_gradients, 2)
+
+
+def _check_rounded_gradients(rank: int) -> None:
+    losses = []
+    for ring_gradients in ("fp32", "bf16"):
+        section = {"schedule": UNEVEN_2, "ring_gradients": ring_gradients}
+        handle, engine = start(llama(), stage=2, heterogeneity=section)
+        losses.append(train(handle, engine, batches(3)))
+        handle.undo()
+    exact, rounded = losses
+    assert exact[0] == rounded[0] and exact[1:] != rounded[1:]
+    np.testing.assert_allclose(rounded, exact, rtol=1e-3)
+
+
 @pytest.mark.parametrize("by", ["configuration", pytest.param("loop", marks=pytest.mark.slow)])
 def test_autocast_trains_as_on_one_process(by: str) -> None:
     run_deepspeed(_check_autocast, 2, by)

@@ -128,3 +128,7 @@ def _hybrid(rank: int, keeps: bool) -> tuple[float, list[np.ndarray], int]:
 def test_a_module_that_is_never_split_refuses_the_key() -> None:
     with pytest.raises(ConfigError, match="and Regression is not one"):
         expect_section_of_whole_model("Regression", read_section({"keep_attention": True}), takes_unlike_batches=False)
+    with pytest.raises(ConfigError, match="and Regression runs whole on every rank"):
+        expect_section_of_whole_model(
+            "Regression", read_section({"ring_gradients": "bf16"}), takes_unlike_batches=False
+        )

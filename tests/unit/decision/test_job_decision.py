@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from ds_hetero.cost.workload import Buffers
-from ds_hetero.decision.chosen_text import kept_attention_lines
+from ds_hetero.decision.chosen_text import kept_attention_lines, ring_gradient_lines
 from ds_hetero.decision.decide import decide, depends_on_measuring
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts, workload_of
+from ds_hetero.decision.resolve import given_plan
 from ds_hetero.engine.ds_config import has_active_section, read_training_facts, section_of
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, ModelError, PlanError
@@ -310,6 +311,38 @@ def test_attention_is_kept_where_it_fits(wish: Any, seq_len: int, checkpointing:
     (forecast,) = start.forecasts
     assert forecast.cost.workload.keep_attention is keeps
     assert forecast.prediction.feasible is (wish is not True and checkpointing)
+
+
+def test_rounded_gradients_of_a_ring_are_counted_and_named_with_their_error() -> None:
+    facts = facts_of(schedule="ring", cluster=cluster(4), ring_gradients="bf16")
+    start = decide(facts, 4, measured=None, on_host=False)
+    (forecast,) = start.forecasts
+    assert forecast.cost.workload.ring_gradients == "bf16"
+    (line,) = ring_gradient_lines(start)
+    assert (
+        'on each of 3 hops of a ring: an error of at most 1.2 % of the sum of their parts\' magnitudes. "fp32"' in line
+    )
+    exact = decide(facts_of(schedule="ring", cluster=cluster(4)), 4, measured=None, on_host=False)
+    assert exact.forecasts[0].cost.workload.ring_gradients == "fp32" and not list(ring_gradient_lines(exact))
+
+
+@pytest.mark.parametrize("schedule", ["usp", {"version": 1, "num_heads": 32, "num_kv_heads": 8}])
+def test_rounded_gradients_without_a_ring_are_refused(schedule: Any) -> None:
+    if isinstance(schedule, dict):
+        schedule["groups"] = [{"ranks": [0, 1], "tokens": [1, 1], "heads": [16, 16]}]
+    facts = facts_of(schedule=schedule, cluster=cluster(2), ring_gradients="bf16")
+    plan = None if isinstance(schedule, str) else given_plan(facts.section, 2)
+    with pytest.raises(ConfigError, match=r'"heterogeneity.ring_gradients" is "bf16", the type of messages in a ring'):
+        decide(facts, 2, measured=None, on_host=False, plan=plan)
+
+
+def test_rounded_gradients_have_no_effect_where_a_search_finds_no_ring() -> None:
+    facts = facts_of(cluster=cluster(2), ring_gradients="bf16")
+    start = decide(facts, 2, measured=None, on_host=False)
+    assert [schedule.ring_size for schedule in start.plan.schedules] == [1]
+    assert list(ring_gradient_lines(start)) == [
+        '"ring_gradients": "bf16" has no effect: the schedule has no ring. Leave the key out'
+    ]
 
 
 def test_what_kept_attention_does_not_do_is_said() -> None:

@@ -31,6 +31,7 @@ OTHER = {
     "tiled_mlp": False,
     "tile_tokens": 512,
     "keep_attention": True,
+    "ring_gradients": "bf16",
     "offload_activations": False,
     "element_bytes": 4,
     "gradient_bytes": 1.5,

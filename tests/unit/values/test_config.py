@@ -100,6 +100,12 @@ def test_defaults_are_those_of_the_manual() -> None:
         ({"schedule": 3}, r'"heterogeneity.schedule": 3. It takes the path of a schedule file'),
         ({"cluster": ["a"]}, r'"heterogeneity.cluster": \["a"\]. It takes "measure", the path of a cluster file'),
         ({"seq_len": 0}, r'"heterogeneity.seq_len": 0. It takes a whole number >= 1, the tokens of a sequence'),
+        ({"ring_gradients": "fp16"}, r'"heterogeneity.ring_gradients": "fp16". It takes "fp32", or "bf16" \(half the'),
+        (
+            {"ring_gradients": "bf16", "schedule": "ulysses"},
+            r'"ring_gradients" is "bf16", .*"schedule": "ulysses" makes one group of all ranks',
+        ),
+        ({"ring_gradients": "bf16", "batch": [2, 1]}, r'"ring_gradients" says how sequences or layers are split'),
         ({"zero_partition": [1, -1]}, r'"heterogeneity.zero_partition": \[1, -1\] must hold one finite weight >= 0'),
         ({"zero_partition": [0, 0]}, r"and not only zeros"),
         (

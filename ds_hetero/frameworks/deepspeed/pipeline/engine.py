@@ -144,7 +144,8 @@ class PipelineInstaller(Installer):
         replica = make_replica(plan_of_stages(self._plan), process_groups) if has_sequences else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
-            stage.shard_sequences(replica, requested_kernel(self._section.attention, self._rank))
+            kernel = requested_kernel(self._section.attention, self._rank)
+            stage.shard_sequences(replica, kernel, self._section.ring_gradients)
         boundaries = make_boundary_groups(self._plan, process_groups)
         initialize_result = self._build(stage, named_groups)
         engine, *_ = initialize_result

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_hetero.engine.arguments import cache_of
-from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
+from ds_hetero.engine.forward_mode import ShardedForward, change_mode, forward_mode, sharding_is_set, wanted_results
 from ds_hetero.engine.trained.batch_placement import BatchPlacement
 from ds_hetero.engine.trained.sequence_losses import SequenceLosses
 from ds_hetero.engine.trained.shard_evaluation import ShardEvaluation
@@ -61,6 +61,7 @@ from ds_hetero.runtime.step_checks import (
     ComparisonPace,
 )
 from ds_hetero.runtime.step_clock import IDLE, StepClock
+from ds_hetero.values.section import RingGradients
 
 
 class ShardedModel:
@@ -83,6 +84,7 @@ class ShardedModel:
         evaluation: how the model is evaluated.
         pace: decides when a piece of a batch is compared again.
         keeps_attention: whether the recomputation of checkpointed layers takes the attention of their first run.
+        ring_gradients: type in which partial dK/dV travel between the groups of a ring.
         compare_again: repeats the last comparison that passed; None before the first one.
         num_comparisons: comparisons of pieces of batches so far; the same on every rank.
         logged_warnings: texts that the self-check has logged, each of which is logged only once.
@@ -97,6 +99,7 @@ class ShardedModel:
         self.losses = SequenceLosses(self, type(model).__name__)
         self.pace = ComparisonPace("first_batch")
         self.keeps_attention = False
+        self.ring_gradients: RingGradients = "fp32"
         self.compare_again: Callable[[], None] | None = None
         # A list of its own: during a self-check, other tensors are in the modules.
         self._model_parameters = list(self.pretrained.parameters())
@@ -476,7 +479,9 @@ class ShardedModel:
         replica = next(replica for replica in replicas if replica.schedule == placement.schedule)
         if torch.is_grad_enabled():
             self.clock.count_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
-        return ShardedForward(batch, replica, self.kernel, is_placeholder(positions), self.clock)
+        # A comparison with one process looks for faults, and a rounding that the job asks for is none.
+        ring_gradients = "fp32" if forward_mode().is_compared else self.ring_gradients
+        return ShardedForward(batch, replica, self.kernel, is_placeholder(positions), self.clock, ring_gradients)
 
 
 def _inputs_of(kwargs: Entries) -> tuple[Any, Any, Any]:

@@ -46,6 +46,7 @@ from ds_hetero.runtime.vocabulary import VocabularyPart
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import RingGradients
 
 _LABELS = "shift_labels"
 
@@ -93,9 +94,10 @@ class StageModel:
         self._sharded: ShardedModel | None = None
         self._cut: TensorCut | None = None
 
-    def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
-        """Switch a ``"sequence"`` stage to the attention of its schedule. ``kernel``: see `ShardedModel`."""
+    def shard_sequences(self, replica: Replica, kernel: str | None, ring_gradients: RingGradients) -> None:
+        """Switch a ``"sequence"`` stage to the attention of its schedule; see `ShardedModel` for the arguments."""
         self._sharded = ShardedModel(self.model, replica, kernel)
+        self._sharded.ring_gradients = ring_gradients
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
         """Shard a ``"tensor"`` stage, or one with tensor groups, whose model is on its device already."""

@@ -205,6 +205,19 @@ def test_attention_is_kept_over_recomputation_where_memory_allows_it() -> None:
         assert not alone.workload.keep_attention
 
 
+def test_no_search_rounds_gradients_of_a_ring_unless_it_is_asked_for() -> None:
+    """A network on which a ring waits for its messages, so that rounded gradients would be faster."""
+    of_kind = {"freedom": Freedom(kinds=(SEQUENCE,), fixed=frozenset({"zero_stage"})), "zero_stage": 1}
+    exact, rounded = (
+        search_jobs(task("2xH100 | 2xA100-80GB | 2xL40S", "25", seq_len=32768, ring_gradients=each, **of_kind)).best
+        for each in ("fp32", "bf16")
+    )
+    assert exact.workload.ring_gradients == "fp32" and rounded.workload.ring_gradients == "bf16"
+    assert rounded.step_s < exact.step_s
+    sections = [ds_config(job, plan_file(job))["heterogeneity"] for job in (exact, rounded)]
+    assert "ring_gradients" not in sections[0] and sections[1]["ring_gradients"] == "bf16"
+
+
 def test_of_equally_fast_jobs_the_simplest_kind_comes_first() -> None:
     times = {PIPELINES: 1.0, SEQUENCE: 1.0005, BATCH: 1.0009, ONE: 1.002}
     jobs: list[Any] = [SimpleNamespace(kind=kind, step_s=step_s) for kind, step_s in times.items()]
