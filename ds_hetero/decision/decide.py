@@ -72,8 +72,11 @@ class JobStart:
         """True if batches may be placed by documents although the section does not ask for it.
 
         The devices must be known. Re-planning must be off, since it changes the schedule that placing is computed for.
+        With a token unit, ranks get the tokens of the schedule.
         """
-        return self.section.placement.mode is None and self.is_predicted and not self.section.replan.enabled
+        section = self.section
+        is_open = section.placement.mode is None and section.token_unit is None
+        return is_open and self.is_predicted and not section.replan.enabled
 
 
 def depends_on_measuring(facts: JobFacts, world_size: int) -> bool:
@@ -182,7 +185,7 @@ def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:
         if section.seq_len is not None or tokens is None or plan is not None:
             raise
         fewer_tokens = tokens
-        while (fewer_tokens := fewer_tokens // 2) >= _MIN_TOKENS:
+        while (fewer_tokens := fewer_tokens // 2) >= _MIN_TOKENS and fewer_tokens % (section.token_unit or 1) == 0:
             with contextlib.suppress(PlanError):
                 facts = replace(job.facts, section=section.model_copy(update={"seq_len": fewer_tokens}))
                 start = _decide_replicas(replace(job, facts=facts), plan)
@@ -233,8 +236,15 @@ def _decide_kept(job: _Job, plan: Plan | None) -> JobStart:
     sp_size = sp_size_of(facts.sp_sizes) or world_size
     by_memory = section.zero_partition == "memory"
     searcher: Searcher | None = None
+    _expect_token_units(facts, sp_size)
     if needs_planner(section) and sp_size > 1:
-        searcher = Searcher(facts.model.expect_spec(), job.workload(world_size // sp_size), section.layout, by_memory)
+        searcher = Searcher(
+            facts.model.expect_spec(),
+            job.workload(world_size // sp_size),
+            section.layout,
+            by_memory,
+            section.token_unit,
+        )
     plan = resolve(
         section,
         heads=(facts.model.num_heads, facts.model.num_kv_heads),
@@ -274,6 +284,34 @@ def _decide_kept(job: _Job, plan: Plan | None) -> JobStart:
         is_predicted=True,
         keeps_attention=job.keeps_attention,
     )
+
+
+def _expect_token_units(facts: JobFacts, sp_size: int) -> None:
+    """Refuse a token unit of which the tokens of a sequence are no multiple, or that no rank shares a sequence by.
+
+    Raises:
+        ConfigError: the section's ``token_unit`` cannot be kept.
+    """
+    unit, tokens = facts.section.token_unit, facts.section.seq_len or facts.model.max_seq_len
+    if unit is None:
+        return
+    if sp_size == 1:
+        raise ConfigError(
+            f'"{SECTION}.token_unit" is {unit}, of which the ranks that share a sequence get multiples, but every '
+            "sequence is on one rank. Leave the key out."
+        )
+    if tokens is not None and tokens % unit:
+        below = tokens // unit * unit
+        nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
+        raise ConfigError(
+            f'"{SECTION}.token_unit" is {unit}, and the {tokens:,} tokens of a sequence are no multiple of it. Set '
+            f'"seq_len" to {nearest}, and pad or cut sequences to it; or give another "token_unit".'
+        )
+    if tokens is not None and tokens < unit * sp_size:
+        raise ConfigError(
+            f'"{SECTION}.token_unit" is {unit}, and {sp_size} ranks with so many tokens each need '
+            f'{unit * sp_size:,}, but a sequence has {tokens:,}. Give a smaller "token_unit".'
+        )
 
 
 def _expect_ring(section: HeterogeneitySection, plan: Plan) -> None:

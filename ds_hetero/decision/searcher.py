@@ -23,10 +23,19 @@ class Searcher:
     Args:
         layout: ``"layout"`` of the section; None leaves it to the planner.
         by_memory: True if ZeRO's shares follow the free memory (``"zero_partition": "memory"``).
+        token_unit: every rank gets a multiple of so many tokens.
     """
 
-    def __init__(self, model: ModelSpec, workload: Workload, layout: str | None, by_memory: bool = False) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        layout: str | None,
+        by_memory: bool = False,
+        token_unit: int | None = None,
+    ) -> None:
         self._model, self._workload, self._layout, self._by_memory = model, workload, layout, by_memory
+        self._token_unit = token_unit or 1
         self.planned: dict[Cluster, PlannedSchedule] = {}  # the planner's results, by cluster
 
     def __call__(self, name: str, cluster: Cluster) -> Schedule:
@@ -67,7 +76,14 @@ class Searcher:
 
     def _plan(self, cluster: Cluster, workload: Workload) -> PlannedSchedule:
         """Return the planner's result for one replica. Raises `PlanError`: no schedule fits."""
-        return planning.plan(cluster, self._model, workload, cost_model=COST_MODEL, layout=self._layout)
+        return planning.plan(
+            cluster,
+            self._model,
+            workload,
+            cost_model=COST_MODEL,
+            layout=self._layout,
+            token_unit=self._token_unit,
+        )
 
     def _cost(self, cluster: Cluster) -> CostModel:
         """Return the cost model of one replica with equal ZeRO shares."""

@@ -98,6 +98,7 @@ class ScheduleSearch:
             start.section.replan.min_gain,
             start.section.layout,
             start.facts.model.causal,
+            start.section.token_unit,
         )
 
     def propose(self, step: int, plan: Plan, job_times: JobTimes) -> Sequence[ScheduleChange]:

@@ -49,7 +49,7 @@ def plan(
         workload: batch, length and DeepSpeed's settings; a number is the tokens of a sequence in a default `Workload`.
         cost_model: ``"calibrated"`` or ``"published"``.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
-        token_unit: every rank gets a multiple of so many tokens.
+        token_unit: every rank gets a multiple of so many tokens; what is no multiple goes to the last rank with tokens.
         planner: name of a published planner of schedules that replaces the search; the baselines are then only compared
             with it, and are never chosen.
 
@@ -69,7 +69,9 @@ def plan(
     baselines = Baselines.under(cost)
     if planner is None:
         searched = searched_candidates(cost, layout, token_unit)
-        best = fastest(searched, baselines.candidates)
+        best = fastest(
+            searched, [each for each in baselines.candidates if _is_in_units(each, workload.seq_len, token_unit)]
+        )
     else:
         searched = [_published_candidate(planner, cost, layout)]
         best = fastest(searched, ())
@@ -119,6 +121,12 @@ def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, t
         raise PlanError(f"layout {shortened(layout)} is unknown; it is one of {', '.join(LAYOUTS)}.")
     if not 1 <= token_unit <= workload.seq_len:
         raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {shortened(token_unit)}.")
+
+
+def _is_in_units(candidate: ScheduleCandidate, seq_len: int, token_unit: int) -> bool:
+    """Return True if every rank has a multiple of ``token_unit`` tokens, but for one with the tokens that are left."""
+    num_others = sum(tokens % token_unit > 0 for tokens in candidate.schedule.tokens(seq_len).values())
+    return num_others <= (1 if seq_len % token_unit else 0)
 
 
 def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: int = 1) -> list[ScheduleCandidate]:

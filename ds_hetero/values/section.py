@@ -159,6 +159,7 @@ class HeterogeneitySection(BaseModel):
     planner: str | None = Field(default=None, min_length=1, max_length=64)
     parallel: Literal["sequence", "full", "best"] = "sequence"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
+    token_unit: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
     placement: Annotated[PlacementSection, BeforeValidator(_as_placement)] = PlacementSection()
     attention: KernelWish = None
@@ -245,6 +246,27 @@ class HeterogeneitySection(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _plans_in_token_units(self) -> HeterogeneitySection:
+        """Refuse a token unit where the job does not search a schedule, or batches do not follow its tokens."""
+        if self.token_unit is None:
+            return self
+        others = {
+            "schedule": self.schedule != "plan",
+            "planner": self.planner is not None,
+            "parallel": self.parallel == "best",
+            "placement": self.placement.mode == "documents",
+        }
+        for name, is_other in others.items():
+            if is_other:
+                value = self.placement.mode if name == "placement" else getattr(self, name)
+                text = f'"{value}"' if isinstance(value, str) else shortened(value)
+                raise ValueError(
+                    f'"token_unit" is {self.token_unit}, of which a schedule that the job searches has multiples, but '
+                    f'"{name}" is {text}, whose tokens are others. Leave one of them out'
+                )
+        return self
+
+    @model_validator(mode="after")
     def _has_strategy_of_pipelines(self) -> HeterogeneitySection:
         """Refuse a strategy of sequence parallelism in a search for pipelines."""
         if self.parallel == "full" and self.schedule != "plan" and self.schedule in STRATEGIES:
@@ -281,6 +303,7 @@ class HeterogeneitySection(BaseModel):
             "keep_attention",
             "ring_gradients",
             "seq_len",
+            "token_unit",
             "experts",
         )
         conflicting_keys = [name for name in sharding_keys if name in self.model_fields_set]
@@ -307,6 +330,7 @@ _ACCEPTED = {
     "parallel": '"sequence" (one replica, or several), "full" (pipelines of unequal stages) or "best" (the faster of '
     "both, chosen when the job starts)",
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
+    "token_unit": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, of which the tokens of every rank are multiples",
     "layout": '"contiguous" or "zigzag"',
     "placement": '"stream", "documents", or an object with "mode", "max_tokens", "min_cut_tokens", "planner" '
     'and "remap"',

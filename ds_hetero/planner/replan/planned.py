@@ -36,14 +36,21 @@ class Replanner:
         min_gain: share of a step's time that a change has to save.
         layout: layout that a new schedule must have; None for the planner's choice.
         causal: whether attention is causal.
+        token_unit: every rank of a new schedule gets a multiple of so many tokens; with ``costs``.
     """
 
     def __init__(
-        self, num_replicas: int, costs: Sequence[CostModel], min_gain: float, layout: str | None, causal: bool
+        self,
+        num_replicas: int,
+        costs: Sequence[CostModel],
+        min_gain: float,
+        layout: str | None,
+        causal: bool,
+        token_unit: int | None = None,
     ) -> None:
         self._estimates: list[Callable[[Schedule, Observation], GainEstimate]] = []
         if costs:
-            self._estimates += [PlannedEstimates(cost, layout) for cost in costs]
+            self._estimates += [PlannedEstimates(cost, layout, token_unit or 1) for cost in costs]
         else:
             self._estimates += [partial(ProportionalEstimate, causal=causal)] * num_replicas
         self._policies = [Policy(estimate, min_gain) for estimate in self._estimates]
@@ -82,13 +89,13 @@ class PlannedEstimates:
     A rank without work in one observation keeps its speed of an earlier one.
     """
 
-    def __init__(self, cost: CostModel, layout: str | None) -> None:
-        self._cost, self._layout = cost, layout
+    def __init__(self, cost: CostModel, layout: str | None, token_unit: int = 1) -> None:
+        self._cost, self._layout, self._token_unit = cost, layout, token_unit
         self._speeds = [1.0] * cost.cluster.num_ranks
 
     def __call__(self, schedule: Schedule, observation: Observation) -> PlannedEstimate:
         """Make the estimate of one observation under ``schedule``."""
-        estimate = PlannedEstimate(schedule, observation, self._cost, self._layout, self._speeds)
+        estimate = PlannedEstimate(schedule, observation, self._cost, self._layout, self._speeds, self._token_unit)
         self._speeds = estimate.speeds
         return estimate
 
@@ -100,15 +107,22 @@ class PlannedEstimate:
         cost: cost model of the replica's cluster as the user describes it.
         layout: layout that a new schedule must have; None for the planner's choice.
         before: speeds from earlier observations, by rank.
+        token_unit: every rank of a new schedule gets a multiple of so many tokens.
 
     Attributes:
         speeds: measured speed of every rank, relative to the description of the cluster: 0.8 is 20 % slower.
     """
 
     def __init__(
-        self, schedule: Schedule, observation: Observation, cost: CostModel, layout: str | None, before: Sequence[float]
+        self,
+        schedule: Schedule,
+        observation: Observation,
+        cost: CostModel,
+        layout: str | None,
+        before: Sequence[float],
+        token_unit: int = 1,
     ) -> None:
-        self._schedule, self._layout = schedule, layout
+        self._schedule, self._layout, self._token_unit = schedule, layout, token_unit
         # The observed workload: micro-batches with the length and the number that a step had.
         sequences = sum(observation.tokens) / observation.length
         micro_batches = max(round(sequences / cost.workload.micro_batch), 1)
@@ -134,6 +148,7 @@ class PlannedEstimate:
                 self._cost.workload,
                 cost_model=self._cost.name,
                 layout=self._layout,
+                token_unit=self._token_unit,
             )
         except HeteroError as error:
             logger.warning("the job keeps its schedule, since the planner found no other one: %s", error)

@@ -50,6 +50,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     ),
     "replan.enabled": _FOLLOWED,
     "replan.report_only": _FOLLOWED,
+    "token_unit": _refused("the search for pipelines shares single tokens in a stage", None),
     "layout": _refused("the schedules of the plan give the layout", None),
     "batch": _refused("the plan gives the batches of every pipeline", None),
     "elastic": _FOLLOWED,

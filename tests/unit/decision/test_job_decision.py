@@ -313,6 +313,50 @@ def test_attention_is_kept_where_it_fits(wish: Any, seq_len: int, checkpointing:
     assert forecast.prediction.feasible is (wish is not True and checkpointing)
 
 
+UNLIKE = {
+    "nodes": [
+        {"name": "a", "device": "H100-SXM-80GB", "count": 2, "link": LINK},
+        {"name": "b", "device": "A100-SXM-80GB", "count": 1, "link": LINK},
+    ],
+    "network": LINK,
+}
+
+
+@pytest.mark.parametrize("unit", [128, 256])
+def test_a_searched_schedule_keeps_the_token_unit_of_the_section(unit: int) -> None:
+    section = {"cluster": UNLIKE, "seq_len": 16_384, "tile_tokens": 4096}
+    checkpointed = replace(MODEL, checkpointing=True)
+    plain = decide(replace(facts_of(**section), model=checkpointed), 3, measured=None, on_host=False)
+    assert any(tokens % unit for tokens in plain.plan.schedules[0].tokens(16_384).values())
+    facts = replace(facts_of(**section, token_unit=unit), model=checkpointed)
+    start = decide(facts, 3, measured=None, on_host=False)
+    tokens = start.plan.schedules[0].tokens(16_384)
+    assert sum(tokens.values()) == 16_384 and not any(count % unit for count in tokens.values())
+    assert len(set(tokens.values())) > 1  # the slower device still gets fewer
+    slower = start.forecasts[0].prediction.iteration_s / plain.forecasts[0].prediction.iteration_s
+    assert slower < 1.03
+    assert plain.places_by_default and not start.places_by_default
+
+
+@pytest.mark.parametrize(
+    ("section", "sizes", "says"),
+    [
+        (
+            {"seq_len": 10_000},
+            {},
+            r'the 10,000 tokens of a sequence are no multiple of it. Set "seq_len" to 9,984 or 10,112',
+        ),
+        ({"seq_len": 100}, {}, r'Set "seq_len" to 128, and pad'),
+        ({"seq_len": 256}, {}, r"3 ranks with so many tokens each need 384, but a sequence has 256"),
+        ({"seq_len": 16_384}, {"sequence_parallel_size": 1}, r"but every sequence is on one rank"),
+    ],
+)
+def test_a_token_unit_that_cannot_be_kept_is_refused(section: dict[str, Any], sizes: dict[str, int], says: str) -> None:
+    facts = replace(facts_of(cluster=UNLIKE, token_unit=128, **section), sp_sizes=sizes)
+    with pytest.raises(ConfigError, match=says):
+        decide(facts, 3, measured=None, on_host=False)
+
+
 def test_rounded_gradients_of_a_ring_are_counted_and_named_with_their_error() -> None:
     facts = facts_of(schedule="ring", cluster=cluster(4), ring_gradients="bf16")
     start = decide(facts, 4, measured=None, on_host=False)

@@ -68,6 +68,7 @@ def test_a_plan_says_the_batch_and_ds_config_may_not_contradict():
 
 ASKED = {
     "layout": {"layout": "zigzag"},
+    "token_unit": {"token_unit": 128},
     "loss": {"loss": "local_sum"},
     "zero_partition": {"zero_partition": "memory"},
     "zero_within": {"zero_within": "node"},

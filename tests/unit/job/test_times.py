@@ -150,6 +150,14 @@ def test_the_planner_gives_a_slow_device_less():
     assert again.gain(again.best()) < 0.02
 
 
+def test_planning_again_keeps_the_token_unit():
+    present = plan(CLUSTER, MODEL, SEQ_LEN, token_unit=128).schedule
+    for speed in (0.4, 0.83):
+        estimate = PlannedEstimates(COST, None, 128)(present, observe(present, (1.0, 1.0, speed, 1.0)))
+        tokens = estimate.best().tokens(SEQ_LEN)
+        assert tokens[2] < tokens[0] and not any(count % 128 for count in tokens.values())
+
+
 def test_searches_of_a_running_job_leave_no_entry_in_the_cache_of_the_planner():
     present = plan(CLUSTER, MODEL, SEQ_LEN).schedule
     assert apportion.cache_info().currsize > 0  # one search: its entries are used again while it runs

@@ -211,6 +211,17 @@ def test_a_thousand_ranks_with_coarse_units_do_not_need_a_table_of_triples():
     assert found.gain >= 1
 
 
+@pytest.mark.parametrize(("seq_len", "others"), [(4096, 0), (4100, 1)])
+def test_a_baseline_is_not_chosen_if_its_tokens_are_no_multiples_of_the_unit(seq_len, others):
+    """Equal shares of three equal ranks would be 1,366 tokens; what fills no unit goes to one rank."""
+    data = {
+        "nodes": [{"name": "n", "device": "big", "count": 3, "link": {"bandwidth_gb_per_s": 300}}],
+        "devices": KINDS,
+    }
+    tokens = plan(cluster_from_dict(data), MODEL, seq_len, token_unit=128).schedule.tokens(seq_len).values()
+    assert sum(tokens) == seq_len and sum(count % 128 > 0 for count in tokens) == others
+
+
 # --- what the planner refuses and says --------------------------------------------------------------------
 
 
