@@ -18,17 +18,24 @@ NCCL does three things late unless a call makes them happen early, and each bloc
   `Connections.make` sends one element in each direction that will be used, in one order on all ranks. An all-to-all
   consists of messages, and needs connections as well; other collectives connect all their ranks at once.
 * **Buffers** of a connection are allocated when it is made, so only pairs that will be used are connected.
+
+NCCL's kernels take their turn among those of attention. A message of a ring is ready together with the attention of its
+step, whose many blocks would fill the GPU first, and the message would run after them. So groups that carry messages
+beside attention launch their kernels on streams of high priority (``overlaps=True``): the message gets the SMs that the
+next blocks to end leave. That changes no result. How much of a message it hides was never measured; the section
+"overlap" of `benchmarks.first_gpu` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ds_hetero.runtime.backends import message_device
+from ds_hetero.runtime.backends import backend_of, message_device
 from ds_hetero.runtime.collectives import timeout_of_job
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 
@@ -77,12 +84,16 @@ class ProcessGroups:
         self._groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
         self._connections: dict[ProcessGroup, Connections] = {}
 
-    def of(self, ranks: Sequence[int], purpose: str = "", *, connects: bool = True) -> ProcessGroup:
+    def of(
+        self, ranks: Sequence[int], purpose: str = "", *, connects: bool = True, overlaps: bool = False
+    ) -> ProcessGroup:
         """Return the group of ``ranks``, in ascending order; the first call makes it and uses it once.
 
         Args:
             purpose: distinguishes groups of the same ranks, whose messages must not wait for each other.
             connects: connect the ranks for reductions; False for a group that only carries messages.
+            overlaps: messages of the group travel while attention is computed, and go first. A group that exists
+                keeps its streams.
 
         Caller: every rank of the world, members or not.
         Collectives: the first time one new_group, and among ``ranks`` one all_reduce of one element, or one
@@ -90,7 +101,8 @@ class ProcessGroups:
         """
         key = tuple(sorted(ranks)), purpose
         if key not in self._groups:
-            group = dist.new_group(list(key[0]), timeout=timeout_of_job())
+            options = _high_priority() if overlaps else {}
+            group = dist.new_group(list(key[0]), timeout=timeout_of_job(), **options)
             self._groups[key] = group
             if dist.get_rank() in key[0]:
                 with waiting_for_peers("making a process group"):
@@ -112,6 +124,16 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._groups.clear()
         self._connections.clear()
+
+
+def _high_priority() -> dict[str, Any]:
+    """Return the arguments of ``new_group`` for streams of high priority; {} if the job's backend has none."""
+    if backend_of() != "nccl":
+        return {}
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # torch warns where this differs from the argument ``timeout`` (distributed_c10d.py, _new_process_group_helper).
+    options._timeout = timeout_of_job()
+    return {"pg_options": options}
 
 
 def _use_once(group: ProcessGroup, *, connects: bool) -> None:

@@ -128,13 +128,15 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
     replica: Replica | None = None
     # In torch, all ranks of the world make a group together, so each rank also makes the groups of other replicas.
     for schedule in plan.schedules:
-        sp_group = groups.of(schedule.ranks)
+        has_ring = schedule.ring_size > 1
+        sp_group = groups.of(schedule.ranks, overlaps=has_ring)
         far_group = None
         if _has_far_group([hosts[member] for member in schedule.ranks]):
-            far_group = groups.of(schedule.ranks, "between nodes")
+            far_group = groups.of(schedule.ranks, "between nodes", overlaps=has_ring)
         num_colours = num_ring_colours(schedule) if pairs_by_order() else 1
         colour_groups = tuple(
-            groups.of(schedule.ranks, f"ring colour {colour}", connects=False) for colour in range(1, num_colours)
+            groups.of(schedule.ranks, f"ring colour {colour}", connects=False, overlaps=True)
+            for colour in range(1, num_colours)
         )
         a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:

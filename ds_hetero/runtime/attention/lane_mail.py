@@ -141,6 +141,7 @@ class LaneMail:
     def __init__(self, ring: Ring, channel: Channel) -> None:
         self._ring, self._channel = ring, channel
         self._pending: dict[int, PendingReceives] = defaultdict(lambda: NOTHING)
+        self._sends_now = False  # the round that was posted last has sends
         # By the step before which they must arrive: the blocks to which a transfer belongs, the transfer, its memory.
         self._arriving: dict[int, list[tuple[KVBlocks, Transfer, list[Tensor]]]] = defaultdict(list)
 
@@ -159,8 +160,14 @@ class LaneMail:
             for transfer in round_.sends:
                 sends += self._messages(step, transfer, transfer.receiver, blocks.block_to_send(transfer), blocks.tag)
             blocks.note_sent(round_.sends)
+        self._sends_now = bool(sends)
         for step_due, pending in self._channel.post(receives, sends).items():
             self._pending[step_due] = self._pending[step_due] + pending
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether messages of the lane travel after a round was posted: its sends, or receives that are still due."""
+        return self._sends_now or bool(self._arriving)
 
     def pending(self, step: int) -> PendingReceives:
         """Return the receives that must end before a step; `NOTHING` if there are none."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_hetero.batch.ring_steps import KernelCall, Ring
 from ds_hetero.runtime.attention.channel import NOTHING, Channel
 from ds_hetero.runtime.attention.kernel_calls import BlockCall, Call, packed_calls
-from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores, beside_messages
 from ds_hetero.runtime.attention.lane_mail import GradientBlocks, KVBlocks, LaneMail
 from ds_hetero.runtime.attention.round_order import Rounds
 from ds_hetero.runtime.attention.travelling_kv import local_kv, pack_kv
@@ -68,6 +68,11 @@ class RingContext:
         in_lanes: int = sum(ring.tokens.stop - ring.tokens.start for ring in self.rings)
         return in_lanes == num_tokens
 
+    def kernel_beside(self, mail: LaneMail, channel: Channel) -> AttentionKernel:
+        """Return the kernel for the blocks of a step, beside which messages of the lane may travel."""
+        overlaps = channel.keeps_order and mail.is_under_way
+        return beside_messages(self.kernel) if overlaps else self.kernel
+
     def packs(self, q: Tensor) -> bool:
         """Whether one call of the kernel computes many blocks of queries like these."""
         return q.shape[0] == 1 and self.kernel.packs(q, self.scores)
@@ -100,9 +105,10 @@ class LaneForward:
                 mail.post(step, (ring.forward_rounds[step], self._kv))
             if step == 0:
                 yield NOTHING  # let every lane post its first messages before any of them computes
+            kernel = self._context.kernel_beside(mail, self._channel)
             for calls in _portions(ring, ring.forward_source(step), self._channel, self._context.packs(self._q)):
                 with clock.phase(ATTENTION, "attention"):
-                    self._compute(step, calls)
+                    self._compute(step, calls, kernel)
                 yield NOTHING
             yield mail.pending(step + 1)
             with clock.phase(ATTENTION, "attention"):
@@ -111,13 +117,13 @@ class LaneForward:
         if ring.kept_source is not None:
             self.last_remote_block = self._kv.complete[ring.kept_source]
 
-    def _compute(self, step: int, calls: Sequence[_Call]) -> None:
+    def _compute(self, step: int, calls: Sequence[_Call], kernel: AttentionKernel) -> None:
         """Merge the attention of this rank's queries to the KV block of a step into ``out`` and ``lse``."""
         source, context = self._ring.forward_source(step), self._context
         assert source is not None
         for sub_ring, call in calls:
             keys, values = self._local[sub_ring] if step == 0 else self._kv.complete[source][sub_ring]
-            part = call.forward(context.kernel, (self._q, keys, values), context.scores)
+            part = call.forward(kernel, (self._q, keys, values), context.scores)
             call.store(self._out, self._lse, part)
 
 
@@ -169,16 +175,17 @@ class LaneBackward:
             source = ring.backward_source(step)
             if source is not None and ring.table.reads(ring.position, source):
                 self._partial.begin(source)
+            kernel = self._context.kernel_beside(mail, self._channel)
             for calls in _portions(ring, source, self._channel, self._context.packs(self._saved.q)):
                 with clock.phase(ATTENTION, "attention_backward"):
-                    self._compute(source, calls)
+                    self._compute(source, calls, kernel)
                 yield NOTHING
             yield mail.pending(step + 1)
             with clock.phase(ATTENTION, "attention_backward"):
                 mail.put_away(step + 1)
                 self._kv.keep_only(ring.needed_after_backward_step[step])
 
-    def _compute(self, source: int | None, calls: Sequence[_Call]) -> None:
+    def _compute(self, source: int | None, calls: Sequence[_Call], kernel: AttentionKernel) -> None:
         """Add the gradients of this rank's queries to dq, and put those of ``source``'s KV block into its dK/dV."""
         assert source is not None
         saved, context, is_local = self._saved, self._context, source == self._ring.position
@@ -188,7 +195,7 @@ class LaneBackward:
             dkeys, dvalues = self._local_grads[sub_ring] if is_local else self._partial.complete[source][sub_ring]
             block = SavedForward(saved.q, keys, values, saved.out, saved.lse)
             lse = self._lse_by_sub_ring[sub_ring].of(call)
-            dq, dk, dv = call.backward(context.kernel, self._dout, block, lse, context.scores)
+            dq, dk, dv = call.backward(kernel, self._dout, block, lse, context.scores)
             call.add_to_queries_(self._dq, dq)
             put_keys = call.store_keys_ if is_empty else call.add_to_keys_
             put_keys(dkeys, dk)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -43,9 +45,17 @@ def flash_attn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, 
     return version_2_or_reason if isinstance(version_2_or_reason, str) else None
 
 
+@dataclass(frozen=True)
 class FlashAttnKernel:
-    """flash-attn for fp16 and bf16 on Ampere GPUs and newer."""
+    """flash-attn for fp16 and bf16 on Ampere GPUs and newer.
 
+    Args:
+        sm_margin: SMs that version 3 leaves to other kernels, such as those of messages. Its blocks stay on their SMs
+            until all work is done, so that another kernel would have to wait for all of it. Version 2 ignores it: its
+            blocks end one by one.
+    """
+
+    sm_margin: int = 0
     name = "flash_attn"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -55,7 +65,7 @@ class FlashAttnKernel:
         tensors = [_token_first(x, is_packed) for x in (q, k, v)]
         if flash := _version_3(q.device):
             out, lse, *_ = flash._flash_attn_forward(
-                *tensors, **lengths, softmax_scale=scores.scale, softcap=softcap, **mask
+                *tensors, **lengths, softmax_scale=scores.scale, softcap=softcap, **mask, **self._margin(flash)
             )
         elif is_packed:
             out, lse, *_ = _version_2()._flash_attn_varlen_forward(
@@ -81,9 +91,8 @@ class FlashAttnKernel:
         if flash := _version_3(dout.device):
             cu_seqlens, max_lengths = lengths[:2] or [None] * 2, lengths[2:] or [None] * 2
             no_used_lengths = [None] * 2
-            flash._flash_attn_backward(
-                *tensors, *cu_seqlens, *no_used_lengths, *max_lengths, *grads, scores.scale, *mask, deterministic
-            )
+            arguments = (*tensors, *cu_seqlens, *no_used_lengths, *max_lengths, *grads, scores.scale, *mask)
+            flash._flash_attn_backward(*arguments, deterministic, **self._margin(flash))
         else:
             version_2 = _version_2()
             backward = version_2._flash_attn_varlen_backward if is_packed else version_2._flash_attn_backward
@@ -94,6 +103,10 @@ class FlashAttnKernel:
     def packs(self, q: Tensor, scores: Scores) -> bool:
         """Whether one call for many blocks launches fewer kernels than one call per block."""
         return True
+
+    def _margin(self, flash: Any) -> dict[str, int]:
+        """Return version 3's argument for SMs that it leaves to others; {} for none, or if a release lacks it."""
+        return {"sm_margin": self.sm_margin} if self.sm_margin and _takes_margin(flash) else {}
 
 
 def _token_first(x: Tensor, is_packed: bool) -> Tensor:
@@ -133,6 +146,12 @@ def _version_3(device: torch.device) -> Any | None:
     except ImportError:
         return None
     return flash if hasattr(torch.ops.flash_attn_3, "_flash_attn_forward") else None
+
+
+@cache
+def _takes_margin(flash: Any) -> bool:
+    """Whether flash-attn 3 has the argument ``sm_margin``: its documented function passes it to both operators."""
+    return "sm_margin" in inspect.signature(flash.flash_attn_func).parameters
 
 
 @cache
