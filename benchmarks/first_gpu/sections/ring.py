@@ -95,7 +95,7 @@ def _merged_tensors(context: Context, tokens: int, heads: int, head_dim: int) ->
 
 
 def time_packing(context: Context) -> None:
-    """Time the copies around an all-to-all, the same eight bytes at a time, and the copy that kernels may not need."""
+    """Time the copies around an all-to-all, the same eight bytes at a time, and the copy that kernels do not need."""
     ranks, tokens, dtype = 4, context.choose(16_384, 32), torch.bfloat16
     for heads, kv_heads, head_dim in context.choose(((16, 16, 128), (32, 8, 128), (32, 8, 64)), ((8, 4, 16),)):
         tensors = Block(tokens, tokens, True, head_dim, heads, kv_heads).tensors(context.device, dtype)[:3]
@@ -112,8 +112,9 @@ def time_packing(context: Context) -> None:
         for name, given, there in (("package", tensors, gathered), ("int64", wide, gathered_wide)):
             gather_s = median_s(context.device, lambda: gather_sequence(*given, exchange))  # noqa: B023
             scatter_s = median_s(context.device, lambda: scatter_sequence(*there, exchange))  # noqa: B023
-            # Each direction reads and writes what it moves three times; a wire would take the place of one of them.
-            row |= {f"{name}_gather_of_copy": 3 * copy_s / gather_s, f"{name}_scatter_of_copy": 3 * copy_s / scatter_s}
+            # Keys, values and queries are packed and sent, gradients packed, sent and unpacked. A wire would take the
+            # place of the copy that sends.
+            row |= {f"{name}_gather_of_copy": 2 * copy_s / gather_s, f"{name}_scatter_of_copy": 3 * copy_s / scatter_s}
         strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gathered]
         row["contiguous_ms"] = 1e3 * median_s(context.device, lambda: [x.contiguous() for x in strided])  # noqa: B023
         row["package_of_int64"] = row["package_gather_of_copy"] / row["int64_gather_of_copy"]

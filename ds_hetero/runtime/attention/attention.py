@@ -24,6 +24,7 @@ from ds_hetero.runtime.attention.head_exchange import (
     gather_output_heads,
     gather_sequence,
     make_exchange,
+    packed_gradients,
     scatter_output,
     scatter_sequence,
 )
@@ -32,6 +33,7 @@ from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, S
 from ds_hetero.runtime.attention.lane_passes import RingContext
 from ds_hetero.runtime.attention.moves import from_attention, to_attention
 from ds_hetero.runtime.attention.ring import ring_backward, ring_forward
+from ds_hetero.runtime.attention.wide_copy import contiguous_rows
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 from ds_hetero.values.section import RingGradients
@@ -114,8 +116,7 @@ def _attention_of_part(
     )
     if exchange.process_group is not None:
         q, k, v = _ExchangeHeads.apply(gather_sequence, scatter_sequence, exchange, clock, q, k, v)  # type: ignore[no-untyped-call]
-    local_heads = slice(*exchange.this_member.q)
-    out_SBhD: Tensor = _GroupAttention.apply(q, k, v, spec.sinks, local_heads, context)  # type: ignore[no-untyped-call]
+    out_SBhD: Tensor = _GroupAttention.apply(q, k, v, spec.sinks, exchange, context)  # type: ignore[no-untyped-call]
     if exchange.process_group is None:
         return out_SBhD.transpose(0, 1).contiguous()
     out: Tensor = _ExchangeHeads.apply(scatter_output, gather_output_heads, exchange, clock, out_SBhD)  # type: ignore[no-untyped-call]
@@ -174,17 +175,17 @@ class _GroupAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, local_heads: slice, context: RingContext
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, exchange: Exchange, context: RingContext
     ) -> Tensor:
         def computed() -> list[Tensor]:
             out, lse, remote_blocks = ring_forward(q, k, v, context)
             if sinks_H is not None:
-                out, lse = _with_sinks(out, lse, sinks_H[local_heads])
+                out, lse = _with_sinks(out, lse, sinks_H[_local_heads(exchange)])
             # One flat list, since `save_for_backward` takes tensors only.
-            return [out.permute(2, 0, 1, 3).contiguous(), lse, *chain.from_iterable(remote_blocks)]
+            return [contiguous_rows(out.permute(2, 0, 1, 3)), lse, *chain.from_iterable(remote_blocks)]
 
         out_SBhD, lse, *remote_blocks = keep_or_compute("ring attention", (q, k, v), computed)
-        ctx.local_heads, ctx.context = local_heads, context
+        ctx.exchange, ctx.context = exchange, context
         ctx.save_for_backward(q, k, v, sinks_H, out_SBhD, lse, *remote_blocks)
         return out_SBhD
 
@@ -195,12 +196,18 @@ class _GroupAttention(torch.autograd.Function):
         dsinks_H = None
         if sinks_H is not None:
             dsinks_H = torch.zeros_like(sinks_H)
-            dsinks_H[ctx.local_heads] = _sinks_gradient(dout, out, lse, sinks_H[ctx.local_heads])
+            local_heads = _local_heads(ctx.exchange)
+            dsinks_H[local_heads] = _sinks_gradient(dout, out, lse, sinks_H[local_heads])
         flat_blocks = iter(remote_blocks)
         remote_blocks_by_lane = [list(islice(flat_blocks, ring.num_kept_blocks)) for ring in ctx.context.rings]
         grads = ring_backward(dout, SavedForward(q, k, v, out, lse), remote_blocks_by_lane, ctx.context)
-        dq, dk, dv = (x.to(q.dtype) for x in grads)
+        dq, dk, dv = packed_gradients(*grads, ctx.exchange, q.dtype)
         return dq, dk, dv, dsinks_H, None, None
+
+
+def _local_heads(exchange: Exchange) -> slice:
+    """Return the query heads of this rank."""
+    return slice(*exchange.this_member.q)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -61,7 +62,9 @@ def gather_sequence(
     """Exchange this rank's tokens of every head for the group's tokens of this rank's heads.
 
         q [B, H, s, D], k and v [B, G, s, D]
-        result: q [B, h, S, D], k and v [B, g, S, D], each contiguous, for the kernels and the ring
+        result: q [B, h, S, D], k and v [B, g, S, D], views of the received buffer [S, B, W, D]
+
+    Kernels read any strides, and a ring copies the keys and values that travel into blocks of its own.
 
     Collectives: one all_to_all_single.
     Sends: s B D (sum over other ranks of their W) elements.
@@ -80,7 +83,7 @@ def gather_sequence(
     # The received parts, one behind the other, are the group's sequence.
     recv = send.new_empty(exchange.group_tokens, batch_size, member_of_rank.width, head_dim)
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
-    q, k, v = map(contiguous_rows, _heads(recv, member_of_rank))
+    q, k, v = _heads(recv, member_of_rank)
     return q, k, v
 
 
@@ -118,13 +121,58 @@ def scatter_sequence(
     return dq, dk, dv
 
 
+def packed_gradients(
+    dq_BhSD: Tensor, dk_BgSD: Tensor, dv_BgSD: Tensor, exchange: Exchange, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of `scatter_sequence` in ``dtype``; those that are rounded become views of one message.
+
+    Sums of a ring are float32, so one pass rounds and packs them. Gradients that have the type already are returned as
+    they are, and packed when the tensors that attention has saved are free.
+    """
+    grads = dq_BhSD, dk_BgSD, dv_BgSD
+    if exchange.process_group is None or all(x.dtype == dtype for x in grads):
+        dq, dk, dv = (x.to(dtype) for x in grads)
+    else:
+        dq, dk, dv = _heads(_empty_message(dq_BhSD, exchange.this_member, dtype), exchange.this_member)
+        for part, x in zip((dq, dk, dv), grads, strict=True):
+            part.copy_(x)
+    return dq, dk, dv
+
+
 def _pack(q_BhSD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, member_of_rank: Member) -> Tensor:
-    """Copy q, k and v into the flat buffer that is sent, [S, B, W, D] in memory."""
-    batch_size, _, tokens, head_dim = q_BhSD.shape
-    packed = q_BhSD.new_empty(tokens, batch_size, member_of_rank.width, head_dim)
-    for part, x in zip(_heads(packed, member_of_rank), (q_BhSD, k_BgSD, v_BgSD), strict=True):
-        copy_rows_(part, x)
+    """Return q, k and v as the flat buffer that is sent, [S, B, W, D] in memory; a copy unless they are views of it."""
+    packed = _message_of(q_BhSD, k_BgSD, v_BgSD, member_of_rank)
+    if packed is None:
+        packed = _empty_message(q_BhSD, member_of_rank, q_BhSD.dtype)
+        for part, x in zip(_heads(packed, member_of_rank), (q_BhSD, k_BgSD, v_BgSD), strict=True):
+            copy_rows_(part, x)
     return packed.view(-1)
+
+
+def _empty_message(q_BhSD: Tensor, member_of_rank: Member, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised buffer [S, B, W, D] for the heads of a rank, on the device of q."""
+    batch_size, _, tokens, head_dim = q_BhSD.shape
+    return q_BhSD.new_empty(tokens, batch_size, member_of_rank.width, head_dim, dtype=dtype)
+
+
+def _message_of(q_BhSD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, member_of_rank: Member) -> Tensor | None:
+    """Return the buffer [S, B, W, D] of which q, k and v are the heads, as `_heads` returns them; None otherwise."""
+    tensors = q_BhSD, k_BgSD, v_BgSD
+    packed = q_BhSD._base
+    batch_size, _, tokens, head_dim = q_BhSD.shape
+    shape = (tokens, batch_size, member_of_rank.width, head_dim)
+    if packed is None or packed.shape != shape or not packed.is_contiguous():
+        return None
+    are_its_heads = all(
+        x._base is packed and _place_of(x) == _place_of(part)
+        for x, part in zip(tensors, _heads(packed, member_of_rank), strict=True)
+    )
+    return packed if are_its_heads else None
+
+
+def _place_of(x: Tensor) -> tuple[object, ...]:
+    """Return where the elements of a view lie in its storage, and their type."""
+    return x.dtype, x.storage_offset(), x.shape, x.stride()
 
 
 def _runs(
@@ -166,7 +214,7 @@ def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
     batch_size, head_dim = out_SBhD.shape[1], out_SBhD.shape[3]
     member_of_rank = exchange.this_member
     if exchange.process_group is None:
-        return out_SBhD.transpose(0, 1).contiguous()
+        return contiguous_rows(out_SBhD.transpose(0, 1))
     send_sizes, recv_sizes = exchange.output_sizes(batch_size * head_dim)
     recv = out_SBhD.new_empty(sum(recv_sizes))
     exchange.run(recv, out_SBhD.reshape(-1), recv_sizes, send_sizes)

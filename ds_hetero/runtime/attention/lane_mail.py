@@ -16,6 +16,7 @@ from ds_hetero.batch.ring_steps import Ring
 from ds_hetero.batch.routes import Round, Transfer
 from ds_hetero.runtime.attention.channel import NOTHING, Channel, Message, PendingReceives
 from ds_hetero.runtime.attention.travelling_kv import add_key_gradients_, block_like, blocks_of_sources
+from ds_hetero.runtime.attention.wide_copy import contiguous_rows
 
 
 class KVBlocks:
@@ -42,7 +43,7 @@ class KVBlocks:
         if part is None:
             return self.complete[transfer.source]
         if part.is_first_hop:
-            return [x[:, :, :, part.start : part.stop].contiguous() for x in self.complete[transfer.source]]
+            return [contiguous_rows(x[:, :, :, part.start : part.stop]) for x in self.complete[transfer.source]]
         return self._proxied.pop((transfer.source, part.start))
 
     def store_received(self, transfer: Transfer, block: list[Tensor]) -> None:

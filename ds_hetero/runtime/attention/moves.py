@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.batch.token_moves import MoveTable, move_table
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.attention.kept_results import keep_or_compute
+from ds_hetero.runtime.attention.wide_copy import copy_rows_
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
@@ -81,7 +82,7 @@ class _Mover:
         num_kept = tokens - num_sent
         send = tensors[0].new_empty(num_sent, batch_size, sum(heads), head_dim)
         for part, x in zip(send.split_with_sizes(heads, 2), tensors, strict=True):
-            part.copy_(x[:, :, num_kept:].permute(2, 0, 1, 3))
+            copy_rows_(part, x[:, :, num_kept:].permute(2, 0, 1, 3))
         recv = send.new_empty(num_received, batch_size, sum(heads), head_dim)
         with waiting_for_peers("moving tokens to the ranks that attend to them, or back"):
             dist.all_to_all_single(recv.view(-1), send.view(-1), recv_sizes, send_sizes, group=self.process_group)

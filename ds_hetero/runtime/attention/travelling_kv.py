@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.batch.ring_steps import Ring
+from ds_hetero.runtime.attention.wide_copy import stacked_rows
 from ds_hetero.runtime.devices import copied_to
 from ds_hetero.values.placement import Range
 
@@ -31,7 +32,7 @@ def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
     for sub in ring.sub_rings:
         if len(key_ranges) == 1:
             tokens = slice(*key_ranges[0])
-            blocks.append(torch.stack([k[:, sub.kv_heads, tokens], v[:, sub.kv_heads, tokens]]))
+            blocks.append(stacked_rows([k[:, sub.kv_heads, tokens], v[:, sub.kv_heads, tokens]]))
         else:
             index = index_of(key_ranges, k.device)
             parts = [x[:, sub.kv_heads].index_select(2, index) for x in (k, v)]

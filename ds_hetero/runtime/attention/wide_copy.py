@@ -7,6 +7,8 @@ thread of a GPU can load at once: on one H200, the copies around an all-to-all t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,13 @@ def contiguous_rows(x: Tensor) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     copy_rows_(result, x)
     return result
+
+
+def stacked_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``torch.stack(tensors)`` of tensors [..., D] of one shape and type, copied by one kernel."""
+    if all(map(_takes_wide_elements, tensors)):
+        return torch.stack([x.view(_WIDE) for x in tensors]).view(tensors[0].dtype)
+    return torch.stack(list(tensors))
 
 
 def _takes_wide_elements(x: Tensor) -> bool:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.overrides import TorchFunctionMode
 
 from ds_hetero.runtime.attention.head_exchange import (
     gather_output_heads,
     gather_sequence,
     make_exchange,
+    packed_gradients,
     scatter_output,
     scatter_sequence,
 )
@@ -19,6 +21,17 @@ from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Group, Schedule
 from tests.support import run_ranks
+
+
+class Copies(TorchFunctionMode):
+    """Counts calls of ``copy_``."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is Tensor.copy_
+        return func(*args, **kwargs or {})
+
 
 # Ranks in head order, token weights, query heads, KV heads.
 CASES = {
@@ -56,6 +69,7 @@ def _check_exchange(rank, schedule):
         assert comms.get_total_counts() == 1
         for found, expected in zip(gathered, (q[:, own_q], k[:, own_kv], v[:, own_kv]), strict=True):
             assert torch.equal(found, expected)
+            assert found._base is gathered[0]._base  # of the message, which nothing has copied
         for found, whole, heads in zip(gathered, (q, k, v), (q_heads, kv_heads, kv_heads), strict=True):
             shards = [whole[:, :, held.positions(r)] for r in in_order]
             assert torch.equal(found, _heads_of_ranks(shards, heads)[rank])
@@ -80,6 +94,17 @@ def _check_exchange(rank, schedule):
         assert torch.equal(dq, torch.ones_like(dq)) and dq.shape == (batch_size, schedule.num_heads, len(mine), 4)
         for grad in (dk, dv):
             assert torch.equal(grad, holders[None, :, None, None].expand_as(grad))
+        # The same from float64 gradients that are rounded: packed by the rounding, and by nothing else.
+        drawn = [torch.randn(x.shape, dtype=torch.float64) for x in gathered]
+        rounded = packed_gradients(*drawn, exchange, torch.float32)
+        with Copies() as copies:
+            sent_as_they_are = scatter_sequence(*rounded, exchange)
+        with Copies() as more_copies:
+            copied_first = scatter_sequence(*(x.float() for x in drawn), exchange)
+        assert more_copies.count == copies.count + 3
+        for found, expected in zip(sent_as_they_are, copied_first, strict=True):
+            assert torch.equal(found, expected)
+
         tokens = [held.tokens(r) for r in in_order]
         ones = [torch.ones(batch_size, stop - start, length, 4) for start, stop in kv_heads]
         assert torch.equal(dk, _tokens_of_ranks(ones, kv_heads, tokens)[rank])

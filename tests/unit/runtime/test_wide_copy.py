@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ds_hetero.runtime.attention.wide_copy import contiguous_rows, copy_rows_
+from ds_hetero.runtime.attention.wide_copy import contiguous_rows, copy_rows_, stacked_rows
 
 
 class CopiedTypes(TorchFunctionMode):
@@ -40,6 +40,9 @@ def test_every_bit_arrives(dtype: torch.dtype) -> None:
     assert copies.types == [torch.complex128]
     assert torch.equal(target.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8))
     assert torch.equal(contiguous_rows(source).view(torch.uint8), source.contiguous().view(torch.uint8))
+    other = any_bits(*source.shape, dtype=dtype)
+    stacked = stacked_rows([source, other])
+    assert torch.equal(stacked.view(torch.uint8), torch.stack([source, other]).view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,7 @@ def test_rows_off_the_boundaries_are_copied_by_element(source: Tensor) -> None:
         copy_rows_(target, source)
     assert copies.types == [torch.bfloat16]
     assert torch.equal(target, torch.ones_like(target))
+    assert torch.equal(stacked_rows([source, source]), torch.ones(2, *source.shape, dtype=source.dtype))
 
 
 def test_contiguous_rows_are_not_copied() -> None:
