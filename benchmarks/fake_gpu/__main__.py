@@ -43,7 +43,7 @@ RESULT = FOLDER / "fake_gpu.json"
 MOST_LAUNCHES, MOST_SYNCS = 1.3, 1
 _QUICK_LAYERS = 4
 EXPERT_SHARES = (3, 3, 1, 1)  # of four ranks that divide the experts of a layer
-_RING_NAMES = ("ring of 8", "two unequal groups of 4")
+_RING_NAMES = ("ring of 8", "uneven ring of 8", "two unequal groups of 4", "groups of 6 and 2")
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.values.baselines import ring, ulysses
+from ds_hetero.values.baselines import proportional, ring, ulysses
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Group, Schedule
@@ -43,9 +44,20 @@ def launches_per_layer(num_ranks: int, length: int = 65_536) -> dict[str, Any]:
     return result
 
 
-# Rings of 65,536 tokens: of single ranks, and of two groups of which the first has GPUs of twice the speed.
+# Rings of 65,536 tokens: of single ranks, and of two groups of which the first has GPUs of twice the speed. Then what
+# no uniform plan has: a ring of unequal shares, and groups of unequal sizes, whose cuts lie inside KV heads.
 RINGS = {
     "ring of 8": ring(8, HEADS, KV_HEADS),
+    "uneven ring of 8": replace(proportional((4, 1) * 4, HEADS, KV_HEADS), layout="zigzag"),
+    "groups of 6 and 2": Schedule(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        groups=(
+            Group(ranks=tuple(range(6)), tokens=(1,) * 6, heads=(6, 6, 5, 5, 5, 5)),
+            Group(ranks=(6, 7), tokens=(2, 1), heads=(20, 12)),
+        ),
+        layout="zigzag",
+    ),
     "two unequal groups of 4": Schedule(
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
