@@ -201,6 +201,20 @@ class CalibratedCostModel(CostModel):
             ring_steps_s=block_s - exchanged_s,
         )
 
+    def coupled_rings_s(
+        self, grouping: Grouping, tokens_D: Floats, heads_D: Ints, orders_PK: Ints | None = None
+    ) -> Floats | None:
+        """Return the times of coupled rings, see `CostModel.coupled_rings_s`."""
+        assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
+        rings = self._block.rings(assigned)
+        if rings[0].contiguous_causal:
+            return None
+        total_P = np.zeros(1 if orders_PK is None else len(orders_PK))
+        for block_pass, ring in zip(self._block.passes, rings, strict=True):
+            coupled = ring._replace(coupled=True) if orders_PK is None else ring.coupled_in_orders(orders_PK)
+            total_P += block_pass.repeats * ring_finish_s(coupled)
+        return total_P
+
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
         """Return the time of the loss per micro-batch, and of ZeRO's traffic and the optimizer's step per iteration.
 

@@ -200,6 +200,20 @@ class CostModel(ABC):
         """
         return np.zeros(len(tokens_BD))
 
+    def coupled_rings_s(
+        self, grouping: Grouping, tokens_D: Floats, heads_D: Ints, orders_PK: Ints | None = None
+    ) -> Floats | None:
+        """Return the time of the coupled rings of one block, ``[1]``; or in other orders of the groups, ``[P]``.
+
+        None if the model has no such times: rings with barriers, and contiguous causal groups, whose work depends on
+        their order. Coupled rings: see `ds_hetero.cost.terms.ring`.
+
+        Args:
+            orders_PK: groups in the order of every ring, by their positions in ``grouping``; the transfers of such
+                rings are free. None: the order of ``grouping``, with its transfers.
+        """
+        return None
+
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
         """Return times outside the blocks by name: ``loss_s`` per micro-batch, all others once per iteration.
 

@@ -24,6 +24,7 @@ from ds_hetero.planner.results.does_not_fit import does_not_fit
 from ds_hetero.planner.results.schedule import PlannedSchedule, Rejected, compared
 from ds_hetero.planner.results.sentences import MAX_EQUAL_RATIO, describe, idle_ranks
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
+from ds_hetero.planner.search.coupled_order import least_coupled
 from ds_hetero.planner.search.search import search
 from ds_hetero.values.baselines import COMPARED
 from ds_hetero.values.plans import Plan
@@ -137,6 +138,8 @@ def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: 
     """
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
     assignments = search(problem)[: 1 + MAX_REJECTED]
+    if assignments:  # the others are only listed
+        assignments[0] = least_coupled(problem, assignments[0])
     return [ScheduleCandidate.of(schedule_of(problem, assignment, rank_of), cost) for assignment in assignments]
 
 

@@ -21,7 +21,9 @@ has also posted. Such a ring is *coupled*, and group p begins step t + 1 only af
     S_p(t + 1)  = max(E_p(t), R_p(t + 1), R_{p+1}(t + 1))
 
 Predictions do not count it: uneven rings of three and more groups have communicators by colour, in even ones it costs
-next to nothing. Lanes of documents between groups that are not neighbours are coupled, which is not counted either.
+next to nothing. Lanes of documents between groups that are not neighbours are coupled, which is not counted either. Of
+ring orders that are predicted to be equally fast, the planner takes one that is fast if coupled, too
+(`ds_hetero.planner.search.coupled_order`).
 
 Example: tokens 4:4:1:1 on speeds 4:4:1:1, free transfers. A step on a block of n tokens takes n s on
 every group, so the ring takes 10 s. Coupled, groups wait for neighbours that still work on blocks of 4 tokens: 12 s.
@@ -81,6 +83,28 @@ class RingCoefficients(NamedTuple):
     def take(self, rows: Ints) -> RingCoefficients:
         """Select the coefficients of some assignments."""
         return RingCoefficients._make(field if isinstance(field, bool) else field.take(rows, axis=0) for field in self)
+
+    def coupled_in_orders(self, orders_PK: Ints) -> RingCoefficients:
+        """Return one assignment as a coupled ring with free transfers, in every order of its groups, ``[P, K]``.
+
+        Transfers depend on the links between neighbours, so those of another order are not known here.
+
+        Args:
+            orders_PK: groups in the order of the new ring, by their present positions.
+        """
+        free_PK = np.zeros(orders_PK.shape)
+        return self._replace(
+            start_s=self.start_s[0][orders_PK],
+            length=self.length[0][orders_PK],
+            slope_s=self.slope_s[0][orders_PK],
+            fixed_s=self.fixed_s[0][orders_PK],
+            latency_s=free_PK,
+            kv_s=free_PK,
+            gradient_s=free_PK,
+            shared_kv_s=free_PK,
+            shared_gradient_s=free_PK,
+            coupled=True,
+        )
 
 
 def alone_s(ring: RingCoefficients) -> Floats:
