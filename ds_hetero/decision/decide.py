@@ -17,7 +17,7 @@ from ds_hetero.common.text import time_text
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide_pipelines import PipelineFacts, SearchedPipelines, search_pipelines
 from ds_hetero.decision.expert_weights import check_expert_weights, expert_weights_of
-from ds_hetero.decision.facts import JobFacts, workload_of
+from ds_hetero.decision.facts import JobFacts, with_trained_weights, workload_of
 from ds_hetero.decision.forecast import Forecast, forecast
 from ds_hetero.decision.resolve import (
     clusters_of_replicas,
@@ -129,47 +129,58 @@ def _decide_best_experts(job: _Job, plan: Plan | None) -> JobStart:
     Raises:
         HeteroError: no job fits.
     """
-    facts = job.facts
-
-    def with_experts(experts: object) -> _Job:
-        section = facts.section.model_copy(update={"experts": experts})
-        return replace(job, facts=replace(facts, section=section))
-
-    reason = facts.no_experts_reason
-    if not reason and (facts.model.spec is None or job.cluster is None or job.cluster.num_ranks != job.world_size):
-        reason = facts.model.no_spec_reason or "the devices of all ranks are not known."
-    starts: list[JobStart] = []
-    if not reason:
-        assert facts.model.spec is not None and job.cluster is not None
-        for division in divisions(facts.model.spec, job.workload(1), job.cluster):
-            experts = division.experts
-            divided = with_experts(list(experts) if isinstance(experts, tuple) else experts)
-            with contextlib.suppress(PlanError):  # it does not fit
-                start = _decide_tokens(divided, plan)
-                if len(start.plan.pipelines) > 1:
-                    reason = "times of experts in several replicas are not predicted. Give shares to divide them."
-                    break
-                weights = expert_weights_of(divided.facts, start.plan, job.cluster)
-                starts.append(replace(start, facts=facts, expert_weights=weights))
-        if not reason and not any(map(_fits, starts)):
-            reason = "no division of them fits."
-    fitting = [start for start in starts if _fits(start)]
-    fastest = min(fitting, key=_slowest_s, default=None)
+    divided, reason = _best_division(job, plan)
     try:
-        whole = replace(_decide_tokens(with_experts(None), plan), facts=facts)
+        whole = replace(_decide_tokens(_with_experts(job, None), plan), facts=job.facts)
     except PlanError:
-        if fastest is None:
+        if divided is None:
             raise
-        return replace(fastest, experts_choice="without dividing experts, nothing fits")
-    if fastest is None:
-        return replace(whole, experts_choice=f"experts are not divided: {reason}")
-    if _fits(whole) and _slowest_s(whole) <= _slowest_s(fastest):
-        return replace(
-            whole,
-            experts_choice=f"experts are not divided: a step is predicted to take {time_text(_slowest_s(whole))}, and "
-            f"{time_text(_slowest_s(fastest))} if they were",
-        )
-    return fastest
+        return replace(divided, experts_choice="without dividing experts, nothing fits")
+    if divided is not None and not (_fits(whole) and _slowest_s(whole) <= _slowest_s(divided)):
+        return divided
+    return replace(whole, experts_choice=_whole_experts_text(whole, divided, reason))
+
+
+def _best_division(job: _Job, plan: Plan | None) -> tuple[JobStart | None, str]:
+    """Decide with every division of experts, and return the fastest that fits; None, and why, if none can be had."""
+    facts = job.facts
+    if facts.no_experts_reason:
+        return None, facts.no_experts_reason
+    if facts.model.spec is None or job.cluster is None or job.cluster.num_ranks != job.world_size:
+        return None, facts.model.no_spec_reason or "the devices of all ranks are not known."
+    starts: list[JobStart] = []
+    for division in divisions(facts.model.spec, job.workload(1), job.cluster):
+        experts = division.experts
+        divided = _with_experts(job, list(experts) if isinstance(experts, tuple) else experts)
+        with contextlib.suppress(PlanError):  # it does not fit
+            start = _decide_tokens(divided, plan)
+            if len(start.plan.pipelines) > 1:
+                return None, "times of experts in several replicas are not predicted. Give shares to divide them."
+            weights = expert_weights_of(divided.facts, start.plan, job.cluster)
+            starts.append(replace(start, facts=facts, expert_weights=weights))
+    fastest = min(filter(_fits, starts), key=_slowest_s, default=None)
+    return fastest, "" if fastest is not None else "no division of them fits."
+
+
+def _with_experts(job: _Job, experts: object) -> _Job:
+    """Return the job with another value of ``"experts"``."""
+    section = job.facts.section.model_copy(update={"experts": experts})
+    return replace(job, facts=replace(job.facts, section=section))
+
+
+def _whole_experts_text(whole: JobStart, divided: JobStart | None, reason: str) -> str:
+    """Say why experts are not divided: they cannot be, or a step would take longer.
+
+    Args:
+        divided: the fastest job with divided experts; None if there is none.
+        reason: why there is none.
+    """
+    if divided is None:
+        return f"experts are not divided: {reason}"
+    return (
+        f"experts are not divided: a step is predicted to take {time_text(_slowest_s(whole))}, and "
+        f"{time_text(_slowest_s(divided))} if they were"
+    )
 
 
 def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:
@@ -352,7 +363,7 @@ class _Job:
         Args:
             weights: ZeRO shares of the ranks, of a single replica; None for those of the section.
         """
-        workload = workload_of(self.facts, num_replicas, on_host=self.on_host)
+        workload = with_trained_weights(self.facts, workload_of(self.facts, num_replicas, on_host=self.on_host))
         workload = replace(workload, keep_attention=self.keeps_attention)
         if num_replicas > 1:
             # ZeRO shards over the ranks of all replicas, which a cluster of one replica does not describe.

@@ -148,6 +148,26 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
     )
 
 
+def with_trained_weights(facts: JobFacts, work: Workload) -> Workload:
+    """Return the workload with the adapters of the model, and with bytes for each trained parameter.
+
+    Experts that are divided among ranks keep the data type of training: transformers' experts are no linear layers,
+    which bitsandbytes packs.
+    """
+    model = facts.model
+    if not model.adapter_rank:
+        return work
+    return replace(
+        work,
+        adapter_rank=model.adapter_rank,
+        trains_embedding=model.trains_embedding,
+        quantization=model.quantization if work.experts is None else None,
+        # `workload_of` has averages over all parameters, since it does not know the adapters.
+        gradient_bytes=work.gradient_bytes / model.trained_share,
+        optimizer_bytes=work.optimizer_bytes / model.trained_share,
+    )
+
+
 def _seq_len(facts: JobFacts) -> int:
     """Return the tokens of a sequence. Raises `PlanError`: neither the section nor the model has them."""
     seq_len = facts.section.seq_len or facts.model.max_seq_len

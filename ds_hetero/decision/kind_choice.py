@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hetero.cluster import Cluster, load_cluster
-from ds_hetero.cost import Workload
 from ds_hetero.decision.decide_pipelines import global_batch_of, pipelines_workload
-from ds_hetero.decision.facts import JobFacts, workload_of
+from ds_hetero.decision.facts import JobFacts, with_trained_weights, workload_of
 from ds_hetero.decision.resolve import sp_size_of
 from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -137,7 +136,7 @@ def _best_of_kind(
     if kind in closed:
         return Refused(kind=kind, reason=closed[kind])
     if kind == SEQUENCE:
-        work = _with_trained_weights(facts, workload_of(facts, 1, on_host=on_host))
+        work = with_trained_weights(facts, workload_of(facts, 1, on_host=on_host))
         fixed = _SETTINGS | ({"keep_attention"} if facts.section.keep_attention is not False else frozenset())
         work = replace(work, keep_attention=facts.section.keep_attention is True, zero_weights=None)
         batch = work.micro_batch * work.micro_batches
@@ -155,22 +154,6 @@ def _best_of_kind(
     return best_pipelines(task)
 
 
-def _with_trained_weights(facts: JobFacts, work: Workload) -> Workload:
-    """Return the workload with the adapters of the model, and with bytes for each trained parameter."""
-    model = facts.model
-    if not model.adapter_rank:
-        return work
-    return replace(
-        work,
-        adapter_rank=model.adapter_rank,
-        trains_embedding=model.trains_embedding,
-        quantization=model.quantization,
-        # `workload_of` has averages over all parameters, since it does not know the adapters.
-        gradient_bytes=work.gradient_bytes / model.trained_share,
-        optimizer_bytes=work.optimizer_bytes / model.trained_share,
-    )
-
-
 def _choice_text(jobs: list[Job], refused: list[Refused]) -> str:
     """Say which kind was chosen, and how much slower the other is, or why it cannot run."""
     best, *others = jobs
@@ -182,7 +165,7 @@ def _choice_text(jobs: list[Job], refused: list[Refused]) -> str:
 def _otherwise(facts: JobFacts, spec: ModelSpec, chosen: Job, *, on_host: bool) -> Iterator[str]:
     """Yield a line on the best job under any settings, if it is faster by `MIN_TOLD_GAIN` than the chosen one."""
     batch = chosen.planned.tokens // chosen.workload.seq_len
-    base = _with_trained_weights(facts, workload_of(facts, 1, on_host=on_host))
+    base = with_trained_weights(facts, workload_of(facts, 1, on_host=on_host))
     work = replace(base, micro_batch=1, micro_batches=batch, zero_weights=None, zero_within=False)
     fixed = frozenset({"offload_activations", "offload_optimizer"}) if on_host else frozenset[str]()
     task = JobTask(cluster=chosen.whole_cluster, model=spec, workload=work, batch=batch, freedom=Freedom(fixed=fixed))

@@ -79,6 +79,12 @@ def adapter_parameters(model: ModelSpec, rank: int, cut: int = 1) -> int:
     return int(rank * widths)
 
 
+def expert_adapter_parameters(model: ModelSpec, rank: int) -> int:
+    """Return the weights of the adapters on all experts of a layer; the mean if some layers have no experts."""
+    beside_experts = int(rank * sum(adapter_widths(model, 0)))
+    return adapter_parameters(model, rank) - beside_experts if model.num_experts else 0
+
+
 def _matrices_at_hidden_states(model: ModelSpec, experts: int) -> int:
     """Count the weight matrices of a layer that read or write hidden states: q, k, v, the output, and those of MLPs."""
     num_mlps = experts + bool(model.shared_mlp_size)

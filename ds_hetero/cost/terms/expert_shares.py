@@ -17,6 +17,7 @@ from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.workload import EXPERT_RULES, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.models.trained_weights import expert_adapter_parameters
 from ds_hetero.values.splits import share
 
 EQUAL, BY_MEMORY, BY_SPEED = EXPERT_RULES
@@ -72,6 +73,13 @@ def divided_of_layer(model: ModelSpec, workload: Workload) -> int:
     return model.layer_parameters - without_experts(model).layer_parameters
 
 
+def divided_adapters_of_layer(model: ModelSpec, workload: Workload) -> int:
+    """Number of weights of a layer's adapters that are divided among ranks with their experts; 0 if none are."""
+    if workload.experts is None or not workload.adapter_rank:
+        return 0
+    return expert_adapter_parameters(model, workload.adapter_rank)
+
+
 def predicts_experts(model: ModelSpec) -> bool:
     """Return True if the cost model knows a model's experts that are divided among ranks."""
     return model.num_experts > 0 and model.recurrent is None
@@ -88,6 +96,8 @@ def expect_experts(model: ModelSpec, workload: Workload) -> None:
         reason = "would have quantized experts, which are not divided"
     elif workload.data_parallel > 1:
         reason = f"has {workload.data_parallel} replicas, which would have to average their experts"
+    elif workload.zero_within:
+        reason = "would have shards of ZeRO-3 inside nodes, which is not tried with divided experts"
     elif workload.offload_optimizer or workload.offload_parameters:
         reason = "would have its states in the host's memory, and those of divided experts are not offloaded"
     if reason:

@@ -11,9 +11,9 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
-from ds_hetero.cost.terms.expert_shares import divided_of_layer, share_of_experts_D
+from ds_hetero.cost.terms.expert_shares import divided_adapters_of_layer, divided_of_layer, share_of_experts_D
 from ds_hetero.cost.terms.memory_parts import MemoryParts
-from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
+from ds_hetero.cost.terms.trained import ADAPTER_BYTES, trained_parameters, weight_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
@@ -39,13 +39,12 @@ def state_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> dict[
 
     Gradients of divided experts are left out, since ZeRO does not hold them: see `DividedExperts`.
     """
-    experts = DividedExperts.of(model, workload, cluster)
-    of_experts = {"optimizer_state": experts.optimizer_D, "weights": experts.weights_D}
+    of_experts = DividedExperts.of(model, workload, cluster).by_part | {"gradients": np.zeros(cluster.num_ranks)}
     owned_D, all_D = owned_share_D(workload, cluster), np.ones(cluster.num_ranks)
     of_state = {}
     for name, partitioned_from, size in _bytes_from_stage(model, workload):
         share_D = owned_D if workload.zero_stage >= partitioned_from else all_D
-        of_state[name] = np.asarray(size * share_D + of_experts.get(name, 0.0))
+        of_state[name] = np.asarray(size * share_D + of_experts[name])
     return of_state
 
 
@@ -54,10 +53,11 @@ class DividedExperts:
     """Bytes of the experts that every rank holds alone, ``[D]``; zeros if experts are not divided among ranks.
 
     An optimizer of torch steps them, see `ds_hetero.frameworks.deepspeed.experts.optimizer`: gradients add up in fp32,
-    and weights of 16 bits have fp32 masters. Weights of fp32 are their own masters, also in ZeRO 1 to 3.
+    and weights of 16 bits have fp32 masters. Weights of fp32 are their own masters, also in ZeRO 1 to 3. Beside
+    adapters experts are frozen; adapters on experts are divided with them.
     """
 
-    parameters_D: Floats  # number of weights
+    parameters_D: Floats  # number of weights, without adapters
     weights_D: Floats
     gradients_D: Floats
     optimizer_D: Floats
@@ -68,19 +68,32 @@ class DividedExperts:
         """Count the bytes for a model and a workload on a cluster."""
         share_D = share_of_experts_D(model, workload, cluster)
         parameters_D = model.num_layers * divided_of_layer(model, workload) * share_D
-        # Beside adapters experts are frozen. Without ``adapter_rank`` bytes of gradients are averages over all weights.
+        adapters_D = model.num_layers * divided_adapters_of_layer(model, workload) * share_D
+        # Without ``adapter_rank`` bytes of gradients are averages over all weights.
         trained_share = 0.0 if workload.adapter_rank else min(workload.gradient_bytes / workload.element_bytes, 1.0)
         trained_D = parameters_D * (trained_share > 0)
-        optimizer_bytes = workload.optimizer_bytes
+        optimizer_bytes = adapter_optimizer_bytes = workload.optimizer_bytes
         if workload.element_bytes >= FP32_BYTES and workload.zero_stage:
             optimizer_bytes = max(optimizer_bytes - trained_share * FP32_BYTES, 0.0)
+            adapter_optimizer_bytes = max(adapter_optimizer_bytes - FP32_BYTES, 0.0)
+        foreach_bytes = 0 if workload.buffers.optimizer_bytes else _FOREACH_BYTES
         return cls(
             parameters_D=parameters_D,
-            weights_D=parameters_D * workload.element_bytes,
-            gradients_D=trained_D * trained_share * FP32_BYTES,
-            optimizer_D=trained_D * optimizer_bytes,
-            step_D=trained_D * trained_share * (0 if workload.buffers.optimizer_bytes else _FOREACH_BYTES),
+            weights_D=parameters_D * workload.element_bytes + adapters_D * ADAPTER_BYTES,
+            gradients_D=(trained_D * trained_share + adapters_D) * FP32_BYTES,
+            optimizer_D=trained_D * optimizer_bytes + adapters_D * adapter_optimizer_bytes,
+            step_D=(trained_D * trained_share + adapters_D) * foreach_bytes,
         )
+
+    @property
+    def by_part(self) -> dict[str, Floats]:
+        """The bytes by the name that they have in `MemoryParts`."""
+        return {
+            "optimizer_state": self.optimizer_D,
+            "gradients": self.gradients_D,
+            "weights": self.weights_D,
+            "step": self.step_D,
+        }
 
 
 def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
@@ -99,12 +112,7 @@ def partitioned_parts(parts: MemoryParts, workload: Workload, experts: DividedEx
     names = [name for name, stage in partitioned_from.items() if stage <= workload.zero_stage]
     if experts is None:
         return np.asarray(sum(getattr(parts, name) for name in names))
-    of_experts = {
-        "optimizer_state": experts.optimizer_D,
-        "gradients": experts.gradients_D,
-        "weights": experts.weights_D,
-        "step": experts.step_D,
-    }
+    of_experts = experts.by_part
     # Not below 0: in some phases a part of the experts' states is not there.
     of_rest = (np.maximum(getattr(parts, name) - of_experts[name], 0.0) for name in names)
     return np.asarray(sum(of_rest))

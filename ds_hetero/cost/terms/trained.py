@@ -1,11 +1,12 @@
 """Numbers of trained parameters, and bytes of weights, for full training, LoRA adapters and quantized weights.
 
-Experts that are divided among ranks are left out: `ds_hetero.cost.terms.model_states` counts them where they live.
+Experts that are divided among ranks are left out, and so are adapters on them:
+`ds_hetero.cost.terms.model_states` counts them where they live.
 """
 
 from __future__ import annotations
 
-from ds_hetero.cost.terms.expert_shares import divided_of_layer
+from ds_hetero.cost.terms.expert_shares import divided_adapters_of_layer, divided_of_layer
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.models.trained_weights import QUANTIZATIONS, adapter_parameters
@@ -21,7 +22,7 @@ def trained_of_layer(model: ModelSpec, workload: Workload, cut: int = 1) -> floa
     """
     rank = workload.adapter_rank
     if rank:
-        return adapter_parameters(model, rank, cut)
+        return adapter_parameters(model, rank, cut) - divided_adapters_of_layer(model, workload)
     return (model.layer_parameters - divided_of_layer(model, workload)) / cut
 
 
@@ -36,7 +37,8 @@ def trained_parameters(model: ModelSpec, workload: Workload) -> int:
     rank = workload.adapter_rank
     if not rank:
         return model.num_parameters - model.num_layers * divided_of_layer(model, workload)
-    return model.num_layers * adapter_parameters(model, rank) + trained_of_ends(model, workload)
+    adapters = adapter_parameters(model, rank) - divided_adapters_of_layer(model, workload)
+    return model.num_layers * adapters + trained_of_ends(model, workload)
 
 
 def largest_trained(model: ModelSpec, workload: Workload) -> int:
@@ -58,6 +60,7 @@ def layer_weight_bytes(model: ModelSpec, workload: Workload, cut: int = 1) -> fl
     if workload.quantization is not None:
         size = QUANTIZATIONS[workload.quantization].weight_bytes
     adapters = adapter_parameters(model, workload.adapter_rank, cut) if workload.adapter_rank else 0
+    adapters -= divided_adapters_of_layer(model, workload)
     return (model.layer_parameters - divided_of_layer(model, workload)) / cut * size + adapters * ADAPTER_BYTES
 
 

@@ -68,8 +68,29 @@ def test_an_expert_takes_its_states_where_it_lives() -> None:
     np.testing.assert_allclose(static_bytes(MODEL, work, cluster()), held + rest * (2 + 2 + 12 / 2))
     wide = DividedExperts.of(MODEL, replace(work, element_bytes=4, gradient_bytes=4), cluster())
     assert (wide.weights_D + wide.gradients_D + wide.optimizer_D)[1] == 16 * of_rank_1
-    frozen = DividedExperts.of(MODEL, replace(work, adapter_rank=8), cluster())
-    assert (frozen.weights_D + frozen.gradients_D + frozen.optimizer_D)[1] == 2 * of_rank_1
+
+
+def test_adapters_on_experts_take_their_states_where_the_experts_live() -> None:
+    """Rank 8 on the three matrices of 4,096 x 14,336 of each of the two experts of rank 1, in 32 layers.
+
+    An adapter's weight takes 4 bytes, 4 of its gradient and 12 of masters and moments; in fp32 it is its own master.
+    """
+    work = Workload(seq_len=4096, zero_stage=1, experts=(3.0, 1.0), adapter_rank=8)
+    frozen_bytes, adapters = 2 * 32 * 2 * EXPERT, 32 * 2 * 8 * 3 * (4096 + 14336)
+    experts = DividedExperts.of(MODEL, work, cluster())
+    held = experts.weights_D + experts.gradients_D + experts.optimizer_D
+    assert held.tolist() == [3 * (frozen_bytes + 20 * adapters), frozen_bytes + 20 * adapters]
+    wide = DividedExperts.of(MODEL, replace(work, element_bytes=4, gradient_bytes=4), cluster())
+    assert (wide.weights_D + wide.gradients_D + wide.optimizer_D)[1] == 2 * frozen_bytes + 16 * adapters
+    whole = replace(work, experts=None)
+    assert trained_parameters(MODEL, whole) - trained_parameters(MODEL, work) == 4 * adapters
+    of_adapters = weight_bytes(MODEL, whole) - weight_bytes(MODEL, work)
+    assert of_adapters == 4 * (frozen_bytes + 4 * adapters)
+    # All that a rank holds: its experts and their adapters, and its part of the rest.
+    rest_bytes = 2 * (MODEL.num_parameters - 32 * 8 * EXPERT)
+    rest = trained_parameters(MODEL, work)
+    states = static_bytes(MODEL, work, cluster())
+    np.testing.assert_allclose(states, held + rest_bytes + rest * (4 + 2 + 12 / 2))
 
 
 def test_messages_take_the_bytes_of_rows_over_the_link() -> None:
@@ -159,7 +180,7 @@ def test_plans_do_not_depend_on_the_order_of_nodes() -> None:
 
 def test_zero_shares_by_memory_leave_room_for_experts() -> None:
     """A rank with three quarters of the experts gets a smaller share of the rest than with half of them."""
-    model = cost(Workload(seq_len=4096, zero_stage=1, experts=(3.0, 1.0), adapter_rank=64))
+    model = cost(Workload(seq_len=4096, zero_stage=1, experts=(3.0, 1.0), adapter_rank=16))
     first, second = weights_by_memory([(model, ring((1, 1)))])
     assert first < second
     equal_first, equal_second = weights_by_memory([(cost(replace(model.workload, experts="equal")), ring((1, 1)))])
