@@ -26,6 +26,7 @@ from ds_hetero.cluster.remarks import device_remarks
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict, is_file, is_pipe, read_file, shortened
 from ds_hetero.common.terminal import fitted_text, terminal_width
+from ds_hetero.common.text import listed
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, RING_GRADIENT_BYTES, Workload
@@ -250,7 +251,7 @@ def _with_stage_of_experts(work: Workload) -> Workload:
     if click.get_current_context().get_parameter_source("zero_stage") is not click.core.ParameterSource.COMMANDLINE:
         return replace(work, zero_stage=stages[0])
     raise PlanError(
-        f"--experts divides experts among the ranks, which jobs do under ZeRO {' and '.join(map(str, stages))}, not "
+        f"--experts divides experts among the ranks, which jobs do under ZeRO {listed(map(str, stages))}, not "
         f"--zero-stage {work.zero_stage}. Leave one of them out."
     )
 

@@ -36,7 +36,7 @@ def divisions(model: ModelSpec, work: Workload, cluster: Cluster) -> Iterator[Wo
     can_divide = predicts_experts(model) and cluster.num_ranks > 1 and work.data_parallel == 1
     offloads_states = work.offload_optimizer or work.offload_parameters
     has_stage = work.zero_stage in divided_stages(work)
-    if not can_divide or not has_stage or offloads_states or work.quantization is not None:
+    if not can_divide or not has_stage or offloads_states or work.zero_within or work.quantization is not None:
         return
     yield replace(work, experts=BY_SPEED)
     limited = by_speed_within_memory(model, work, cluster)
@@ -47,7 +47,7 @@ def divisions(model: ModelSpec, work: Workload, cluster: Cluster) -> Iterator[Wo
 
 def divided_stages(work: Workload) -> tuple[int, ...]:
     """Return the ZeRO stages of jobs that divide experts: those that `check_experts` of the section admits."""
-    return (1, 2) if work.element_bytes < FP32_BYTES else (0, 1, 2)
+    return (1, 2, 3) if work.element_bytes < FP32_BYTES else (0, 1, 2, 3)
 
 
 def by_speed_within_memory(model: ModelSpec, work: Workload, cluster: Cluster) -> tuple[int, ...] | None:
@@ -58,10 +58,9 @@ def by_speed_within_memory(model: ModelSpec, work: Workload, cluster: Cluster) -
     """
     of_one = replace(work, experts=(1.0,) + (0.0,) * (cluster.num_ranks - 1))  # rank 0 has all experts
     all_experts = DividedExperts.of(model, of_one, cluster)
-    bytes_on_0 = all_experts.weights_D + all_experts.gradients_D + all_experts.optimizer_D + all_experts.step_D
-    expert_bytes = float(bytes_on_0[0]) / model.num_experts
-    rest_D = static_bytes(model, of_one, cluster)
-    rest_D = rest_D - (all_experts.weights_D + all_experts.gradients_D + all_experts.optimizer_D)
+    bytes_D = np.sum(list(all_experts.by_part.values()), axis=0)
+    expert_bytes = float(bytes_D[0]) / model.num_experts
+    rest_D = static_bytes(model, of_one, cluster) - (bytes_D - all_experts.step_D)
     capacity_D = np.array([float(device.usable_bytes) for device in cluster.devices])
     most_D = np.floor(np.maximum(_EXPERTS_FILL * (capacity_D - rest_D), 0.0) / expert_bytes).astype(int)
     if most_D.sum() < model.num_experts:

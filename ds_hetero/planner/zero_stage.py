@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
+from ds_hetero.planner.expert_choice import divided_stages
 from ds_hetero.planner.fewer_ranks import MIN_ADVICE_GAIN
 from ds_hetero.values.schedule import Schedule
 
@@ -37,8 +38,9 @@ def faster_zero_stage(cost: CostModel, schedule: Schedule, now_s: float) -> Othe
     work = cost.workload
     is_offloaded = work.offload_optimizer or work.offload_parameters
     has_several_nodes = len(cost.cluster.nodes) > 1 and work.data_parallel == 1
-    options = [(stage, False) for stage in (0, 1, 2, 3)]
-    if cost.name == "calibrated" and has_several_nodes and not is_offloaded:
+    stages = (0, 1, 2, 3) if work.experts is None else divided_stages(work)
+    options = [(stage, False) for stage in stages]
+    if cost.name == "calibrated" and has_several_nodes and not is_offloaded and work.experts is None:
         options.append((3, True))
     fitting = []
     for stage, within in options:

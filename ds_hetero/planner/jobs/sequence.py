@@ -24,7 +24,7 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.model_states import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import MemoryPlanError, PlanError
-from ds_hetero.planner.expert_choice import divided_stages, divisions
+from ds_hetero.planner.expert_choice import divisions
 from ds_hetero.planner.jobs.job import Job, JobTask, Refused, does_not_fit_text
 from ds_hetero.planner.jobs.kinds import ONE
 from ds_hetero.planner.jobs.quick import LONG_PROBE_S, quick_step_s, short_search, step_lower_bound_s
@@ -430,7 +430,7 @@ def strongest_settings(task: JobTask, cluster: Cluster) -> Workload:
     size = min(micro_batch_sizes(task.workload, task.batch, task.freedom), default=1)
     work = with_batch(task.workload, size, task.batch)
     if task.freedom.may_choose("zero_stage", "zero_within"):
-        work = replace(work, zero_stage=3 if work.experts is None else max(divided_stages(work)))
+        work = replace(work, zero_stage=3)
     work = recomputations(work, task.freedom)[-1]
     work = tilings(work, task.freedom)[-1]
     return (offloadings(work, cluster, task.freedom) or [work])[-1]

@@ -45,7 +45,8 @@ def zero_settings(work: Workload, cluster: Cluster, freedom: Freedom) -> Iterato
         if stage or not (work.offload_optimizer or work.offload_parameters):
             yield replace(work, zero_stage=stage)
     offloads_states = work.offload_optimizer or work.offload_parameters
-    if 3 in stages and len(cluster.nodes) > 1 and work.data_parallel == 1 and not offloads_states:
+    may_be_within = work.data_parallel == 1 and not offloads_states and work.experts is None
+    if 3 in stages and len(cluster.nodes) > 1 and may_be_within:
         yield replace(work, zero_stage=3, zero_within=True)
 
 
