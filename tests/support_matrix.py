@@ -74,6 +74,7 @@ _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_un
 _ZERO12 = "tests/integration/zero/test_zero12.py::test_training_equals_equal_partitions"
 _ZERO3 = "tests/integration/zero/test_zero3.py::test_training_equals_that_of_equal_shards"
 _EXPERTS = "tests/integration/loops/test_experts.py::"
+_EXPERT_ADAPTERS = "tests/integration/loops/test_expert_adapters.py::"
 _TRAINED_EXPERTS = "tests/integration/trainer/test_trainer_experts.py::"
 _WITHIN = "tests/integration/zero/test_zero_within_nodes.py::"
 
@@ -633,25 +634,29 @@ _FEATURE_ROWS = (
         note="every node holds a copy",
     ),
     Row(
-        what="`zero_within` with ZeRO 0 to 2, offload or `elastic`",
+        what="`zero_within` with ZeRO 0 to 2, offload, `elastic` or `experts`",
         status="refused",
-        tests=(_WITHIN + "test_what_does_not_work_is_refused_by_name_on_every_rank",),
+        tests=(
+            _WITHIN + "test_what_does_not_work_is_refused_by_name_on_every_rank",
+            _EXPERTS + "test_what_is_not_built_is_refused_by_name_on_every_rank",
+        ),
     ),
     Row(
-        what="[experts divided among ranks](experts.md) (`experts`), ZeRO 0 to 2",
+        what="[experts divided among ranks](experts.md) (`experts`), ZeRO 0 to 3",
         status="tested",
         tests=(
             _EXPERTS + "test_training_equals_one_process",
             _EXPERTS + "test_checkpoints_load_under_other_shares_and_are_those_of_one_process",
             _EXPERTS + "test_bf16_trains_experts_as_one_process_in_bf16",
+            _EXPERT_ADAPTERS + "test_adapters_train_beside_and_on_divided_experts_as_on_one_process",
             _TRAINED_EXPERTS + "test_the_trainer_trains_evaluates_saves_and_resumes_as_one_process",
             _TRAINED_EXPERTS + "test_an_accelerate_loop_saves_and_resumes_as_one_process",
             "tests/integration/loops/test_expert_jobs.py::test_random_jobs_equal_one_process",
         ),
-        note="any replicas; fp32, or bf16 with ZeRO 1 and 2; models of transformers' registry of experts",
+        note="any replicas; fp32, or bf16 with ZeRO 1 to 3; LoRA; models of transformers' registry",
     ),
     Row(
-        what="`experts` with ZeRO-3, fp16, bf16 on ZeRO-0, offload, `elastic` or `replan`",
+        what="`experts` with fp16, bf16 on ZeRO-0, offload, `elastic` or `replan`",
         status="refused",
         tests=(_EXPERTS + "test_what_is_not_built_is_refused_by_name_on_every_rank",),
     ),

@@ -40,11 +40,16 @@ def expert_weights_of(facts: JobFacts, plan: Plan, cluster: Cluster | None) -> t
         cluster: of the job; None if it is unknown.
 
     Raises:
-        ConfigError: all ranks of a replica have weight 0, or the devices are unknown.
+        ConfigError: several replicas on ZeRO-3, all ranks of a replica have weight 0, or the devices are unknown.
     """
     wish = facts.section.experts
     assert wish is not None
     num_ranks = len(plan.ranks)
+    if len(plan.pipelines) > 1 and facts.training.zero_stage == 3:
+        raise ConfigError(
+            f"{_KEY}: several replicas divide experts under ZeRO 0 to 2 alone, since stage 3 was not compared with one "
+            "process. Set a lower stage, or leave the key out."
+        )
     if isinstance(wish, list):
         _expect_experts_in_replicas(wish, plan)
         return tuple(wish)
@@ -128,15 +133,18 @@ def check_experts(
     is_bf16 = training.mixed_precision == "bfloat16"
     is_half = training.mixed_precision is not None or training.autocast is not None or element_bytes < FP32_BYTES
     problems = {
+        'elastic jobs do not move experts between ranks yet. Leave "elastic" out, and start it without --elastic': (
+            is_elastic
+        ),
         "sequences are not split over the ranks. Set the sequence-parallel size to the number of ranks": not is_split,
-        "ZeRO stage 3 partitions experts already. Set stage 0, 1 or 2": training.zero_stage == 3,
+        '"zero_within" is not tried with it. Leave that out': section.zero_within is not None,
         'training in 16 bits is compared with one process for "bf16" of ds_config.json alone. Use it, or train in '
         "fp32": is_half and not (is_bf16 and training.autocast is None),
         # DeepSpeed's optimizer of stage 0 computes the norm itself, of its own parameters alone.
         '"bf16" without ZeRO clips by a norm that lacks the experts. Set stage 1 or 2': is_bf16
         and training.zero_stage == 0,
         'its optimizer state is not offloaded. Leave "offload_optimizer" out': training.offloads_optimizer,
-        'elastic jobs do not move experts between ranks yet. Leave "elastic" out': is_elastic,
+        'its weights are not offloaded. Leave "offload_param" out': training.offloads_parameters,
         're-planning is not tried with it. Leave "replan" out': section.replan.enabled,
     }
     for problem, applies in problems.items():

@@ -289,15 +289,19 @@ class Handle:
         return count_items(counted, labels[0].device)
 
     @contextlib.contextmanager
-    def gathered_experts(self) -> Iterator[None]:
+    def gathered_experts(self, *, frozen: bool = True) -> Iterator[None]:
         """Inside the context, let rank 0's model have all experts in its ``state_dict`` and ``save_pretrained``.
 
         Without ``"experts"`` in the section it does nothing. engine.save_checkpoint needs no context.
 
+        Args:
+            frozen: False to leave experts out that are not trained, as to save adapters alone: then rank 0's memory
+                needs no room for them.
+
         Caller: every rank. Collectives: see `ds_hetero.runtime.experts.parts.ExpertParts.gathered`.
         """
         experts = self._trained.experts
-        with contextlib.nullcontext() if experts is None else experts.gathered():
+        with contextlib.nullcontext() if experts is None else experts.gathered(frozen=frozen):
             yield
 
     @contextlib.contextmanager

@@ -234,7 +234,7 @@ class ReplicaInstaller(Installer):
         weights, nodes = optimizers.agree_on_owners(
             trained.start, self._ds_config, trained.module, self._arguments.get("optimizer")
         )
-        if trained.start.facts.training.zero_stage == 3:
+        if trained.start.facts.training.zero_stage == 3 and trained.experts is None:
             stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(trained.module))
         replica_state = mpu_of_replica(replica, sp_size)
         # The docstring of this module says why DeepSpeed must see no sequence parallelism here.
@@ -275,8 +275,18 @@ def _expect_supported(model: object, ds_config: DsConfig) -> None:
 
 
 def _expect_first_engine(prepared: TrainedModel | None) -> None:
-    """Check that no engine has trained the divided experts of a model. Raises `ConfigError` on every rank: one has."""
-    if prepared is not None and prepared.experts is not None and prepared.experts.has_engine:
+    """Check that a model with divided experts gets one engine, and how it gets it. Raises `ConfigError` on every rank.
+
+    The Trainer prepares a model before it builds the engine; its saves under ZeRO-3 do not ask for experts.
+    """
+    if prepared is None or prepared.experts is None:
+        return
+    if prepared.start.facts.training.zero_stage == 3 and not prepared.experts.has_engine:
+        raise ConfigError(
+            f'"{SECTION}.experts" on ZeRO-3 is tried in a loop of your own alone, not where a model is prepared before '
+            "deepspeed.initialize, as under the Trainer. Set ZeRO stage 0, 1 or 2, or leave the key out."
+        )
+    if prepared.experts.has_engine:
         raise ConfigError(
             f'"{SECTION}.experts" gives the experts of a model one engine, but this model has had one already, as '
             "after a second deepspeed.initialize or with auto_find_batch_size of the Trainer. Load the model again, "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.runtime.experts.parts import ExpertParts
+from ds_hetero.runtime.experts.parts import WHOLE_SHAPE, ExpertParts, Holder
 from ds_hetero.runtime.experts.replicas import ReplicaExperts
 from ds_hetero.values.splits import Split, share
 from tests.support import run_ranks
@@ -23,12 +23,14 @@ class Layer:
     """A placed layer with one weight, [experts of this rank, 3, 2]."""
 
     def __init__(self, weights: list[int], rank: int) -> None:
-        self.experts, self.name, self.module = Split(share(EXPERTS, weights)), "layer", nn.Module()
+        self.experts, self.module = Split(share(EXPERTS, weights)), nn.Module()
         self.in_replicas = ReplicaExperts((tuple(range(len(weights))),), (self.experts,))
         start, stop = self.experts.ranges[rank]
         self.rows = [0] * (stop - start)
         whole = torch.arange(EXPERTS * 6, dtype=torch.float32).view(EXPERTS, 3, 2)
         self.module.weight = nn.Parameter(whole[start:stop].clone())
+        setattr(self.module.weight, WHOLE_SHAPE, tuple(whole.shape))
+        self.holders = [Holder(self.module, "layer")]
 
 
 def gradient(step: int) -> torch.Tensor:
@@ -88,7 +90,7 @@ def saves_and_loads(rank: int, folder: str) -> None:
         run(parts, experts, range(STEPS, 2 * STEPS))
         torch.testing.assert_close(part.parameter, whole[start:stop], rtol=1e-6, atol=1e-7)
         with parts.gathered():
-            saved = parts._layers[0].module.state_dict()["weight"]
+            saved = parts._layers[0].holders[0].module.state_dict().get("weight")
         if rank == 0:
             torch.testing.assert_close(saved, whole.detach(), rtol=1e-6, atol=1e-7)
             assert saved.shape == whole.shape

@@ -65,11 +65,19 @@ config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "zero_allow_
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "heterogeneity": {}})
 handle.elastic(handle.dataloader(make_loader()))
 """
+# Nobody would move the experts of a lost rank.
+DIVIDED_EXPERTS = """
+from tests.integration.loops.test_experts import mixture
+model = mixture()
+config = {"train_batch_size": 1, "heterogeneity": {"experts": "equal"}}
+deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+"""
 
 
 @pytest.mark.parametrize(
     ("code", "reason", "remedy"),
     [
+        (DIVIDED_EXPERTS, "elastic jobs do not move experts between ranks yet", "or leave the key out."),
         (WITHOUT_SECTION, 'an engine without a "heterogeneity" section cannot be kept', "Start it without --elastic."),
         (
             LOST_SCHEDULER,
@@ -77,7 +85,7 @@ handle.elastic(handle.dataloader(make_loader()))
             'handle.elastic(loader, extra={"scheduler": scheduler}).',
         ),
     ],
-    ids=["no section", "a scheduler that nobody keeps"],
+    ids=["divided experts", "no section", "a scheduler that nobody keeps"],
 )
 def test_a_refusal_ends_the_job_once_with_its_reason(tmp_path, warm_socket, code, reason, remedy):
     script = tmp_path / "train.py"

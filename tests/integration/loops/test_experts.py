@@ -28,6 +28,7 @@ from tests.integration.tiny import (
     mean_over_ranks,
     train_on_one_process,
 )
+from tests.integration.trainer.test_trainer import make_trainer, ranks
 from tests.support import run_deepspeed
 
 STEPS = 4
@@ -101,13 +102,23 @@ def assert_same_model(engine: Any, expected: nn.Module, rtol: float = 1e-5) -> N
     wanted = dict(expected.named_parameters())
     assert parts.parts
     for name, parameter in engine.module.named_parameters():
-        value = wanted[name].detach()
+        value, ours = wanted[name].detach(), whole_value(parameter)
         if name in parts.parts:
-            start, stop = parts.parts[name].experts.ranges[parts.rank]
-            value = value[start:stop]
-        assert parameter.shape == value.shape, name
-        error = float((parameter.detach() - value).norm() / value.norm()) if value.numel() else 0.0
+            value = parts.parts[name].cut(value, parts.rank)
+        assert ours.shape == value.shape, name
+        norm = float(value.norm()) or 1.0  # biases are zero at first
+        error = float((ours - value).norm()) / norm
         assert error <= rtol, f"{name} is off by {error:.2e}"
+
+
+def whole_value(parameter: nn.Parameter) -> torch.Tensor:
+    """The value of a parameter, gathered on every rank where ZeRO-3 has partitioned it."""
+    import deepspeed
+
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach()
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 # Ranks, ZeRO stage, schedule, experts, options.
@@ -119,6 +130,9 @@ CASES: dict[str, tuple[int, int, Any, Any, dict[str, Any]]] = {
     "stage 0, accumulation": (2, 0, UNEVEN_2, [0, 1], {"steps_of": 2}),
     "stage 2, a rank without tokens": (4, 2, UNEVEN_4, [2, 1, 0, 1], {"steps_of": 2}),
     "stage 1, unequal owners": (4, 1, UNEVEN_4, [0, 5, 1, 0], {"zero_partition": [1, 0, 2, 3]}),
+    "stage 3": (2, 3, UNEVEN_2, [3, 1], {"steps_of": 2}),
+    "stage 3, a rank without experts": (2, 3, ONE_GROUP_2, [0, 1], {"checkpointing": False}),
+    "stage 3, unequal owners": (4, 3, UNEVEN_4, [2, 1, 0, 1], {"zero_partition": [1, 2, 2, 3]}),
     "checkpointed layers": (2, 1, UNEVEN_2, [3, 1], {"checkpointing": False}),
     "reentrant checkpoints": (2, 0, UNEVEN_2, [3, 1], {"checkpointing": True}),
     "qwen3 moe": (2, 1, UNEVEN_2, [1, 2], {"family": "qwen3 moe"}),
@@ -182,11 +196,12 @@ def one_process(model: nn.Module, steps: list[list[Any]], clip: float) -> tuple[
         return train_on_one_process(model, steps)
 
 
-def test_checkpoints_load_under_other_shares_and_are_those_of_one_process(tmp_path: Path) -> None:
-    run_deepspeed(_save_and_load, 2, str(tmp_path))
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_load_under_other_shares_and_are_those_of_one_process(tmp_path: Path, stage: int) -> None:
+    run_deepspeed(_save_and_load, 2, str(tmp_path), stage)
 
 
-def _save_and_load(rank: int, folder: str) -> None:
+def _save_and_load(rank: int, folder: str, stage: int) -> None:
     import deepspeed
 
     import ds_hetero
@@ -194,9 +209,10 @@ def _save_and_load(rank: int, folder: str) -> None:
     handle = ds_hetero.register()
     whole = batches(4)
 
-    def build(experts: Any, stage: int = 1) -> Any:
+    def build(experts: Any) -> Any:
         model = mixture()
-        return deepspeed.initialize(model=model, optimizer=adam(model), config=config_of(stage, UNEVEN_2, experts))[0]
+        config = config_of(stage, UNEVEN_2, experts, zero={"stage3_gather_16bit_weights_on_model_save": True})
+        return deepspeed.initialize(model=model, optimizer=adam(model), config=config)[0]
 
     def run(engine: Any, part: list[Any]) -> None:
         for batch in handle.for_engine(engine).dataloader(part, batches="same"):
@@ -211,12 +227,17 @@ def _save_and_load(rank: int, folder: str) -> None:
     engine.save_checkpoint(folder, tag="two")
     with pytest.raises(ModelError, match="the state_dict of one rank has a part"):
         engine.module.state_dict()
-    with handle.for_engine(engine).gathered_experts():
-        if rank == 0:
-            engine.module.save_pretrained(f"{folder}/weights")
+    engine.save_16bit_model(f"{folder}/one-file", "weights.bin")
     torch.distributed.barrier()
-    halfway = type(expected).from_pretrained(f"{folder}/weights")
+    halfway = mixture()
+    halfway.load_state_dict(torch.load(f"{folder}/one-file/weights.bin"))
     assert_same_model(engine, halfway, rtol=0)
+    if stage < 3:  # ZeRO-3's model has no weights outside of DeepSpeed's contexts
+        with handle.for_engine(engine).gathered_experts():
+            if rank == 0:
+                engine.module.save_pretrained(f"{folder}/weights")
+        torch.distributed.barrier()
+        assert_same_model(engine, type(expected).from_pretrained(f"{folder}/weights"), rtol=0)
     run(engine, whole[2:])
     assert_same_model(engine, expected)
     engine.destroy()
@@ -233,6 +254,7 @@ def _save_and_load(rank: int, folder: str) -> None:
 BF16_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "stage 1": (1, 1, {}),
     "stage 2, accumulation": (2, 2, {}),
+    "stage 3": (3, 1, {}),
     "stage 1, summed in fp32": (1, 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
 }
 
@@ -347,7 +369,18 @@ def _frozen(rank: int, folder: str) -> None:
 
 # Changes of the configuration, changes of the section, error, words of its text.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[HeteroError], str]] = {
-    "ZeRO-3": ({"zero_optimization": {"stage": 3}}, {}, ConfigError, "ZeRO stage 3 partitions experts already"),
+    "shards inside nodes": (
+        {"zero_optimization": {"stage": 3}},
+        {"zero_within": "node"},
+        ConfigError,
+        '"zero_within" is not tried with it',
+    ),
+    "offloaded weights": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        {},
+        ConfigError,
+        "its weights are not offloaded",
+    ),
     "fp16": ({"fp16": {"enabled": True}}, {}, ConfigError, "training in 16 bits"),
     "bf16 without ZeRO": (
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
@@ -356,9 +389,23 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[HeteroError], str]
         "a norm that lacks the experts",
     ),
     "re-planning": ({}, {"replan": {"enabled": True}}, ConfigError, "re-planning is not tried with it"),
+    "elastic jobs": ({}, {"elastic": {"every_steps": 1}}, ConfigError, "elastic jobs do not move experts"),
     "one weight": ({}, {"experts": [1]}, ConfigError, "has 1 weights, \\[1.0\\], but the job has 2 ranks"),
     "no weight": ({}, {"experts": [0, 0]}, ConfigError, "and not only zeros"),
     "another word": ({}, {"experts": "even"}, ConfigError, '"equal", "by_memory", "by_speed", or a list'),
+    "replicas on ZeRO-3": (
+        {"zero_optimization": {"stage": 3}},
+        {
+            "schedule": {
+                "version": 1,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}],
+            },
+        },
+        ConfigError,
+        "several replicas divide experts under ZeRO 0 to 2 alone",
+    ),
     "a replica without experts": (
         {},
         {
@@ -393,6 +440,23 @@ def _refused(rank: int, name: str) -> bool:
     config["heterogeneity"] |= section
     with pytest.raises(error, match=words):
         deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    return True
+
+
+def test_the_trainer_on_zero_3_is_refused_by_name() -> None:
+    assert ranks(_trainer_on_zero_3, 2) == [True, True]
+
+
+def _trainer_on_zero_3(rank: int) -> bool:
+    import ds_hetero
+
+    ds_hetero.register()
+    model = mixture()  # before TrainingArguments, after which transformers would partition it
+    ds = config_of(3, UNEVEN_2, [3, 1], train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    options = {"num_samples": 4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(ds, 2, model=model, **options)
+    with pytest.raises(ConfigError, match="on ZeRO-3 is tried in a loop of your own alone"):
+        trainer.train()
     return True
 
 

@@ -15,6 +15,7 @@ from ds_hetero.decision.expert_weights import check_experts, experts_text
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.errors import ConfigError
 from ds_hetero.models import load_model
+from ds_hetero.models.trained_weights import adapter_parameters
 from ds_hetero.values.section import read_section
 
 LINK = {"bandwidth_gb_per_s": 300, "latency_us": 5}
@@ -141,10 +142,23 @@ def test_the_start_says_what_a_step_takes_either_way() -> None:
     assert f". A step is predicted to take {seconds}, and " in text and text.endswith(" if weights travelled")
 
 
+def test_a_job_with_adapters_is_predicted_with_states_of_these_alone() -> None:
+    """A parameter of an adapter has 12 bytes of optimizer state; a rank has those of its experts, and of the rest."""
+    facts = facts_of(experts=[3, 1], cluster=CLUSTER)
+    model = replace(MODEL, adapter_rank=8, trained_share=0.01)
+    start = decide(replace(facts, model=model), 2, measured=None, on_host=False)
+    work = start.forecasts[0].cost.workload
+    assert (work.adapter_rank, work.gradient_bytes, work.optimizer_bytes) == (8, 2, 12)
+    cost = start.forecasts[0].cost
+    step = cost.memory_phases(*cost.arrays(start.forecasts[0].schedule.shifted(0)))["step"]
+    adapters = SPEC.num_layers * adapter_parameters(SPEC, 8)
+    assert (step.optimizer_state <= 12 * adapters).all() and (step.step <= 16 * adapters).all()
+
+
 @pytest.mark.parametrize(
     ("training", "options", "words"),
     [
-        ({"zero_stage": 3}, {}, "ZeRO stage 3 partitions experts already"),
+        ({"offloads_parameters": True, "zero_stage": 3}, {}, "weights are not offloaded"),
         ({"mixed_precision": "float16"}, {}, "training in 16 bits"),
         ({"mixed_precision": "bfloat16", "zero_stage": 0}, {}, "a norm that lacks the experts"),
         ({"mixed_precision": "bfloat16", "autocast": "bfloat16"}, {}, "training in 16 bits"),

@@ -33,7 +33,11 @@ def save_experts(writer: CheckpointEngine, folder: Path, parts: ExpertParts, exp
     rows: dict[str, State] = {}
     for name, part in parts.trained.items():
         start, stop = part.experts.ranges[parts.rank]
-        state = {_VALUE: experts.owned[name].detach(), **experts.inner.state.get(experts.owned[name], {})}
+        owned = experts.owned[name]
+        state = {}
+        for key, value in {_VALUE: owned.detach(), **experts.inner.state.get(owned, {})}.items():
+            is_by_element = isinstance(value, Tensor) and value.dim() > 0 and value.shape == owned.shape
+            state[key] = part.by_expert(value, stop - start) if is_by_element else value
         rows[name] = {"start": start, "stop": stop, "total": part.experts.total, "state": state}
     writer.save({"rows": rows}, str(folder / _FILE_NAME.format(dist.get_rank())))
 
@@ -110,10 +114,11 @@ def _read_rows(name: str, part: ExpertPart, rank: int, files: Sequence[Content],
     if num_found != stop - start:
         raise CheckpointError(f"{folder} lacks some of the experts {start} to {stop} of {name}. Load an earlier one.")
     if not pieces:  # a rank without experts has the same entries as others, without rows
-        return {**result, **_of_experts(files[0]["rows"][name], slice(0))}
+        no_rows = _of_experts(files[0]["rows"][name], slice(0))
+        return {**result, **{key: part.from_experts(value) for key, value in no_rows.items()}}
     in_order = [state for _, state in sorted(pieces, key=lambda piece: piece[0])]
     for key in in_order[0]:
-        result[key] = torch.cat([state[key] for state in in_order])
+        result[key] = part.from_experts(torch.cat([state[key] for state in in_order]))
     return result
 
 

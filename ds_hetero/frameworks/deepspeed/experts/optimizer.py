@@ -24,15 +24,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import Groups, expect_elementwise, optimizer_of_section
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, State
+from ds_hetero.frameworks.deepspeed.zero.stage3 import add_squares_elsewhere
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.runtime.experts.parts import ExpertParts
-from ds_hetero.runtime.experts.replicas import sum_over_replicas
 from ds_hetero.values.section import SECTION
 
 MakeInner = Callable[[Groups], Optimizer]
@@ -78,6 +79,8 @@ class ExpertOptimizer:
         )
         if isinstance(engine.optimizer, WeightedZeroOptimizer):
             engine.optimizer.squares_elsewhere = lambda: self.squares
+        elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+            add_squares_elsewhere(engine.optimizer, lambda: self.squares)
 
     def _accumulate(self, name: str, parameter: nn.Parameter) -> None:
         """Add a gradient of a backward to the step's sum, and free it."""
@@ -113,8 +116,8 @@ class ExpertOptimizer:
             if num_replicas > 1:
                 # The other replicas may have used the experts, so this rank takes part with zeros.
                 local = self._sums.pop(name, None)
-                in_replicas = self._parts.parts[name].in_replicas
-                self._sums[name] = sum_over_replicas(torch.zeros_like(owned) if local is None else local, in_replicas)
+                local = torch.zeros_like(owned) if local is None else local
+                self._sums[name] = self._parts.sum_over_replicas(self._parts.parts[name], local)
             if name in self._sums:
                 self._sums[name] /= world_size
                 numbers[0] += torch.linalg.vector_norm(self._sums[name]).double().square()
@@ -197,26 +200,36 @@ def take_experts_out(groups: Sequence[Any], parts: ExpertParts) -> tuple[list[An
     Raises:
         ConfigError: a group has experts only, so that DeepSpeed would drop it and a scheduler would lose count.
     """
-    names = {id(part.parameter): name for name, part in parts.parts.items()}
+    ids = {id(part.parameter) for part in parts.parts.values()}
+    name_by_id = {id(part.parameter): name for name, part in parts.trained.items()}
     if not groups or not isinstance(groups[0], Mapping):
-        trained = [name for name in (names.get(id(parameter)) for parameter in groups) if name is not None]
-        return [parameter for parameter in groups if id(parameter) not in names], [(0, trained)] if trained else []
+        trained = [name_by_id[id(parameter)] for parameter in groups if id(parameter) in name_by_id]
+        others = [parameter for parameter in groups if id(parameter) not in ids]
+        if trained:
+            _expect_trained(others, 0)
+        return others, [(0, trained)] if trained else []
     found = []
     number = 0  # of the group for DeepSpeed, which drops empty ones
     for group in groups:
         members = list(group["params"])
-        trained = [names[id(parameter)] for parameter in members if id(parameter) in names]
-        others = [parameter for parameter in members if id(parameter) not in names]
-        if trained and not others:
-            raise ConfigError(
-                f'"{SECTION}.experts": parameter group {number} of the optimizer has experts only. Put other '
-                "parameters into it, or the experts into another group."
-            )
+        trained = [name_by_id[id(parameter)] for parameter in members if id(parameter) in name_by_id]
+        others = [parameter for parameter in members if id(parameter) not in ids]
+        if trained or (members and not others):
+            _expect_trained(others, number)
         if trained:
-            group["params"] = others
             found.append((number, trained))
+        group["params"] = others
         number += bool(others)
     return list(groups), found
+
+
+def _expect_trained(others: Sequence[nn.Parameter], number: int) -> None:
+    """Check that DeepSpeed has something to train in a group without experts. Raises `ConfigError`: it has not."""
+    if not any(parameter.requires_grad for parameter in others):
+        raise ConfigError(
+            f'"{SECTION}.experts": parameter group {number} of the optimizer trains experts only, or adapters on them. '
+            "Put other parameters into it, or the experts into another group."
+        )
 
 
 def inner_maker(optimizer: object, ds_config: Content) -> MakeInner:

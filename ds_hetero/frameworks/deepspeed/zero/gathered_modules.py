@@ -40,6 +40,7 @@ from torch import nn
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.errors import StepError
 from ds_hetero.runtime.collectives import all_gather_bytes
+from ds_hetero.runtime.experts.parts import WHOLE_SHAPE
 from ds_hetero.runtime.peers.calls import GATHERS_DIFFER, History, first_difference, own_gathers
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 
@@ -88,7 +89,9 @@ class GatheredModules:
 
     def _record_and_fetch(self, stock: Callable[..., None], module: nn.Module, forward: bool = True) -> None:
         """Replace ``fetch_sub_module``, which is called before every forward and backward of a module."""
-        parameters = list(iter_params(module, recurse=z3_leaf_module(module)))
+        # Experts that are divided among ranks are not partitioned, nor gathered.
+        listed = iter_params(module, recurse=z3_leaf_module(module))
+        parameters = [parameter for parameter in listed if not hasattr(parameter, WHOLE_SHAPE)]
         # A call counts as a gathering also if the parameters are available already (shared with an earlier module, or
         # gathered ahead): once ranks have called different modules, different parameters are available on them. Only
         # parameters that always stay gathered (``ds_persist``) and are available do not count.

@@ -41,7 +41,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes
 from ds_hetero.frameworks.deepspeed.zero.parameter_cut import is_weighted
-from ds_hetero.frameworks.deepspeed.zero.stage3 import make_stage3_optimizer
+from ds_hetero.frameworks.deepspeed.zero.stage3 import gather_only_partitioned, make_stage3_optimizer
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage3_checks import check_nodes, check_stage3
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
@@ -55,11 +55,12 @@ logger = logging.getLogger(__name__)
 
 
 def install(patches: Patches) -> None:
-    """Replace four functions of DeepSpeed: two that have faults, and two that must handle weighted parameters."""
+    """Replace functions of DeepSpeed: two that have faults, and those that meet weighted parameters or experts."""
     patches.replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", around(_flatten_detached))
     patches.replace(stage_1_and_2, "split_half_float_double", around(_split_all))
     patches.replace(deepspeed.zero.Init, "_all_gather", around(_gather_weighted))
     patches.replace(deepspeed.zero.Init, "_partition_param", around(_write_back))
+    gather_only_partitioned(patches)
 
 
 def _flatten_detached(stock: Function, *args: object, **kwargs: object) -> Tensor:

@@ -23,19 +23,21 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARAM
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ds_hetero.engine.patching import Function, Patches, around
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.boundary import is_at_boundary
@@ -44,6 +46,7 @@ from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, NodeSums
 from ds_hetero.frameworks.deepspeed.zero.parameter_cut import cut_of, is_weighted, owning_group
 from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import Gathering, reduce_to_owners
 from ds_hetero.frameworks.deepspeed.zero.weighted_shards import recut, shard_of
+from ds_hetero.runtime.experts.parts import WHOLE_SHAPE
 from ds_hetero.sharding.zero_partition import cut_as_deepspeed, is_even
 
 
@@ -71,6 +74,35 @@ def make_run_eraser(engine: Any) -> Callable[[], None]:
             coordinator._invalidate_trace()
 
     return erase_run
+
+
+def add_squares_elsewhere(optimizer: Any, squares: Callable[[], float]) -> None:
+    """Let an optimizer of stage 3 count gradients that another optimizer steps on in its norm, and so in its clipping.
+
+    Args:
+        squares: returns the sum of their squares, the same on every rank.
+    """
+    norms_of_partitions = optimizer._get_norm_groups
+
+    def norms() -> list[Tensor]:
+        norms: list[Tensor] = norms_of_partitions()
+        return [*norms, norms[0].new_tensor(squares() ** 0.5 * float(optimizer.loss_scale))]
+
+    optimizer._get_norm_groups = norms
+
+
+def gather_only_partitioned(patches: Patches) -> None:
+    """Let ZeRO-3 gather and release only parameters that it has partitioned, not experts that are divided among ranks.
+
+    ``iter_params`` lists the parameters of a module for that, and expects that all are partitioned.
+    """
+    for module in (partitioned_param_coordinator, parameter_offload):
+        patches.replace(module, "iter_params", around(_without_parts))
+
+
+def _without_parts(stock: Function, *args: object, **kwargs: object) -> Iterator[Any]:
+    """Replace ``iter_params``: leave out parameters of which every rank has another part."""
+    return (parameter for parameter in stock(*args, **kwargs) if not hasattr(parameter, WHOLE_SHAPE))
 
 
 def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:

@@ -25,9 +25,18 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ds_hetero.engine.forward_mode import forward_mode
 from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.model.adapted_experts import (
+    adapter_problem,
+    chain_around,
+    holders_of,
+    trains,
+    use_fewer_experts,
+    wrappers_of,
+)
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts
+from ds_hetero.frameworks.transformers.model.packed_experts import cut_constants, packed_weights, packing_problem
 from ds_hetero.runtime.experts.layer import run_placed_experts
-from ds_hetero.runtime.experts.parts import WHOLE_SHAPE, ExpertParts
+from ds_hetero.runtime.experts.parts import WHOLE_SHAPE, ExpertPart, ExpertParts, Holder
 from ds_hetero.runtime.experts.replicas import ReplicaExperts
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.section import SECTION
@@ -56,29 +65,49 @@ class ExpertLayer:
         module: transformers' module of the layer's experts; its weights are cut in place.
         name: of the module in the model.
         in_replicas: experts of each rank, by replica.
+        adapters: modules of the adapters on these experts, which are cut alike.
 
     Attributes:
         experts: experts of each rank of this replica.
         range: experts ``[start, stop)`` of this rank.
         rows: rows that each of these got in training, until `ExpertParts.take_rows`.
+        holders: the module, and those of its adapters.
     """
 
-    def __init__(self, module: nn.Module, name: str, in_replicas: ReplicaExperts, replica: Replica) -> None:
-        self.module, self.name, self.in_replicas, self.replica = module, name, in_replicas, replica
-        self.experts = in_replicas.splits[replica.replica_id]
-        self.range = self.experts.ranges[replica.sp_rank]
-        self.rows = [0] * self.experts.sizes[replica.sp_rank]
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        in_replicas: ReplicaExperts,
+        replica: Replica,
+        adapters: Sequence[Holder] = (),
+    ) -> None:
+        self.module, self.in_replicas, self.replica = module, in_replicas, replica
+        self.experts = experts = in_replicas.splits[replica.replica_id]
+        self.range = experts.ranges[replica.sp_rank]
+        self.rows = [0] * experts.sizes[replica.sp_rank]
+        packed = list(packed_weights(module))
+        self.holders = [Holder(module, name), *adapters]
+        self.holders += [Holder(weight.container, f"{name}.parametrizations.{weight.name}") for weight in packed]
         self._former = _implementation_of(module)
         start, stop = self.range
-        with torch.no_grad():
-            for parameter in module.parameters():
-                setattr(parameter, WHOLE_SHAPE, tuple(parameter.shape))
-                # In place, so that optimizers that were made before still refer to the parameter.
-                parameter.data = parameter.data[start:stop].clone()
-                # DeepSpeed's name for a parameter that ranks do not share: it is neither reduced nor compared.
-                parameter.allreduce = False  # type: ignore[attr-defined]
+        for holder in self.holders:
+            for parameter in holder.module.parameters(recurse=False):
+                self._cut(parameter, in_columns=holder.in_columns)
+        for weight in packed:
+            cut_constants(weight, experts, replica.sp_rank)
         vars(module)["num_experts"] = stop - start
         vars(module)[_LAYER] = self
+
+    @torch.no_grad()
+    def _cut(self, parameter: nn.Parameter, *, in_columns: bool) -> None:
+        """Keep this rank's part of a parameter."""
+        setattr(parameter, WHOLE_SHAPE, tuple(parameter.shape))
+        part = ExpertPart(parameter, self.experts, self.in_replicas, parameter.shape, in_columns)
+        # In place, so that optimizers that were made before still refer to the parameter.
+        parameter.data = part.cut(parameter.data, self.replica.sp_rank).clone()
+        # DeepSpeed's name for a parameter that ranks do not share: it is neither reduced nor compared.
+        parameter.allreduce = False  # type: ignore[attr-defined]
 
     def run(self, tokens_TH: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Compute the layer: see `run_placed_experts`."""
@@ -89,7 +118,6 @@ class ExpertLayer:
             result: Tensor = self._former(self.module, rows_MH, local_ids_M.unsqueeze(1), ones_M1)
             return result
 
-        trains = any(parameter.requires_grad for parameter in self.module.parameters())
         return run_placed_experts(
             tokens_TH,
             expert_ids_Tk,
@@ -97,7 +125,7 @@ class ExpertLayer:
             run_local,
             self.experts,
             self.replica.sp_group,
-            trains_experts=trains,
+            trains_experts=trains(self.holders),
             note_rows=self._note_rows if self.module.training else None,
         )
 
@@ -133,10 +161,13 @@ def place_experts(model: nn.Module, weights: Sequence[float], replica: Replica) 
             )
         return placed
     layers = []
+    wrappers, name_by_id = wrappers_of(model), {id(module): name for name, module in model.named_modules()}
     for name, module in _registered_modules(model):
         num_experts = int(module.num_experts)  # type: ignore[arg-type]
         splits = tuple(Split(share(num_experts, of_replica)) for of_replica in weights_by_replica)
-        layers.append(ExpertLayer(module, name, ReplicaExperts(ranks, splits), replica))
+        in_replicas, chain = ReplicaExperts(ranks, splits), chain_around(module, wrappers)
+        layers.append(ExpertLayer(module, name, in_replicas, replica, list(holders_of(chain, name_by_id))))
+        use_fewer_experts(chain, layers[-1].experts.sizes[replica.sp_rank])
     for layer in layers:
         layer.module.config._experts_implementation_internal = NAME  # type: ignore[union-attr]
     parts = ExpertParts(layers, replica.sp_group)
@@ -158,25 +189,33 @@ def check_placeable(model: nn.Module) -> None:
         )
     if not found:
         raise ModelError(f'"{SECTION}.experts" divides experts among ranks, but {name} has none. Leave the key out.')
-    wrapped = {
-        id(module.base_layer)
-        for module in model.modules()
-        if isinstance(vars(module).get("_modules", {}).get("base_layer"), nn.Module)
-    }
+    wrappers = wrappers_of(model)
     for path, module in found.items():
-        if id(module) in wrapped:
+        problem = adapter_problem(module, chain_around(module, wrappers)) or packing_problem(module)
+        if problem:
+            raise ModelError(f'"{SECTION}.experts": {path} {problem}. Change this, or leave the key out.')
+        _check_plain(module, path)
+
+
+def _check_plain(module: nn.Module, path: str) -> None:
+    """Check that all weights of a layer's experts but packed ones can be cut by expert. Raises `ModelError`."""
+    packed = {id(weight.container.original) for weight in packed_weights(module)}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in packed:
+            continue
+        if hasattr(parameter, "ds_id"):
             raise ModelError(
-                f'"{SECTION}.experts": {path} has adapters on its experts, which are not divided yet. Leave the '
-                'experts out of "target_parameters", or leave the key out.'
+                f'"{SECTION}.experts": {path}.{name} was partitioned by ZeRO-3 when the model was made, so its experts '
+                "are on no rank. Make the model without deepspeed.zero.Init, and without transformers' "
+                "HfDeepSpeedConfig, or leave the key out."
             )
-        for parameter_name, parameter in module.named_parameters():
-            whole = parameter.dim() > 1 and parameter.shape[0] == module.num_experts
-            if not whole or not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
-                raise ModelError(
-                    f'"{SECTION}.experts": {path}.{parameter_name} ({type(parameter).__name__}, {parameter.dtype}, '
-                    f"{list(parameter.shape)}) is not a plain weight with one part for each of the "
-                    f"{module.num_experts} experts, so it cannot be divided. Leave the key out."
-                )
+        whole = parameter.dim() > 1 and parameter.shape[0] == module.num_experts
+        if not whole or not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
+            raise ModelError(
+                f'"{SECTION}.experts": {path}.{name} ({type(parameter).__name__}, {parameter.dtype}, '
+                f"{list(parameter.shape)}) is not a plain weight with one part for each of the {module.num_experts} "
+                "experts, so it cannot be divided. Leave the key out."
+            )
 
 
 def _registered_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
