@@ -134,7 +134,7 @@ def _run(plan: Plan, config: dict[str, Any], length: int, recorder: Recorder, *,
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     stage = StageModel(model, plan, 0)
-    stage.shard_sequences(make_replica(plan_of_stages(plan)), None)
+    stage.shard_sequences(make_replica(plan_of_stages(plan)), None, "fp32")
     (planned,) = plan.pipelines[0].stages
     if planned.is_tensor_parallel:
         stage.cut_by_tensor_parallelism(DeviceMesh(DEVICE_TYPE, list(planned.holders_with(0))))

@@ -157,22 +157,22 @@ def _empty_message(q_BhSD: Tensor, member_of_rank: Member, dtype: torch.dtype) -
 
 def _message_of(q_BhSD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, member_of_rank: Member) -> Tensor | None:
     """Return the buffer [S, B, W, D] of which q, k and v are the heads, as `_heads` returns them; None otherwise."""
-    tensors = q_BhSD, k_BgSD, v_BgSD
-    packed = q_BhSD._base
     batch_size, _, tokens, head_dim = q_BhSD.shape
-    shape = (tokens, batch_size, member_of_rank.width, head_dim)
-    if packed is None or packed.shape != shape or not packed.is_contiguous():
+    width, offset = member_of_rank.width, q_BhSD.storage_offset()
+    end = offset + tokens * batch_size * width * head_dim
+    if end * q_BhSD.element_size() > q_BhSD.untyped_storage().nbytes():
         return None
-    are_its_heads = all(
-        x._base is packed and _place_of(x) == _place_of(part)
-        for x, part in zip(tensors, _heads(packed, member_of_rank), strict=True)
-    )
+    # The only buffer in which q can have the first heads.
+    strides = (batch_size * width * head_dim, width * head_dim, head_dim, 1)
+    packed = q_BhSD.as_strided((tokens, batch_size, width, head_dim), strides, offset)
+    pairs = zip((q_BhSD, k_BgSD, v_BgSD), _heads(packed, member_of_rank), strict=True)
+    are_its_heads = all(_place_of(x) == _place_of(part) for x, part in pairs)
     return packed if are_its_heads else None
 
 
 def _place_of(x: Tensor) -> tuple[object, ...]:
-    """Return where the elements of a view lie in its storage, and their type."""
-    return x.dtype, x.storage_offset(), x.shape, x.stride()
+    """Return where the elements of a tensor lie in memory, and their type."""
+    return x.dtype, x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride()
 
 
 def _runs(
