@@ -195,8 +195,9 @@ def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:
     except PlanError:
         if section.seq_len is not None or tokens is None or plan is not None:
             raise
-        fewer_tokens = tokens
-        while (fewer_tokens := fewer_tokens // 2) >= _MIN_TOKENS and fewer_tokens % (section.token_unit or 1) == 0:
+        fewer_tokens, unit = tokens, section.token_unit or 1
+        least_tokens = max(_MIN_TOKENS, unit * (sp_size_of(job.facts.sp_sizes) or job.world_size))
+        while (fewer_tokens := fewer_tokens // 2) >= least_tokens and fewer_tokens % unit == 0:
             with contextlib.suppress(PlanError):
                 facts = replace(job.facts, section=section.model_copy(update={"seq_len": fewer_tokens}))
                 start = _decide_replicas(replace(job, facts=facts), plan)

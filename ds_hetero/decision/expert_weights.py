@@ -141,7 +141,7 @@ def check_experts(
         'training in 16 bits is compared with one process for "bf16" of ds_config.json alone. Use it, or train in '
         "fp32": is_half and not (is_bf16 and training.autocast is None),
         # DeepSpeed's optimizer of stage 0 computes the norm itself, of its own parameters alone.
-        '"bf16" without ZeRO clips by a norm that lacks the experts. Set stage 1 or 2': is_bf16
+        '"bf16" without ZeRO clips by a norm that lacks the experts. Set stage 1, 2 or 3': is_bf16
         and training.zero_stage == 0,
         'its optimizer state is not offloaded. Leave "offload_optimizer" out': training.offloads_optimizer,
         'its weights are not offloaded. Leave "offload_param" out': training.offloads_parameters,

@@ -124,14 +124,15 @@ class ExpertLoads:
     def to_dict(self) -> JsonDict:
         """Return the entry of ``run.json``: experts and shares of rows by rank, and the rows of every expert."""
         sizes, share_by_rank = self._sizes_by_rank, dict.fromkeys(self._sizes_by_rank, 0.0)
-        planned_by_rank = dict(share_by_rank)
+        planned_by_rank = {
+            rank: planned
+            for replica in self._replicas
+            for rank, planned in zip(replica.ranks, _planned(replica), strict=True)
+        }
         for replica, rows_LE in zip(self._replicas, self._totals, strict=False):
             total = sum(map(sum, rows_LE)) or 1
-            for place, (rank, rows) in enumerate(
-                zip(replica.ranks, rows_of_ranks(rows_LE, replica.sizes), strict=True)
-            ):
+            for rank, rows in zip(replica.ranks, rows_of_ranks(rows_LE, replica.sizes), strict=True):
                 share_by_rank[rank] = rows / total
-                planned_by_rank[rank] = _planned(replica)[place]
         ranks = sorted(sizes)
         return {
             "experts": [sizes[rank] for rank in ranks],

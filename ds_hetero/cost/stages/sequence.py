@@ -195,6 +195,7 @@ class SequenceStages:
             compiled=work.compiled,
             selective_checkpointing=selective,
             experts=self._experts,
+            ring_gradients=work.ring_gradients,
         )
         one_layer = replace(self._model, num_layers=1)
         # The other devices of the tensor groups are not in this subset, which gets its share of NICs and switches.

@@ -39,7 +39,12 @@ from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, repo
 from ds_hetero.frameworks.deepspeed.checks import checks_of_model
 from ds_hetero.frameworks.deepspeed.configuration_argument import read_same_configuration
 from ds_hetero.frameworks.deepspeed.experts.engine import EngineExperts, move_alike
-from ds_hetero.frameworks.deepspeed.experts.optimizer import ExpertOptimizer, inner_maker, take_experts_out
+from ds_hetero.frameworks.deepspeed.experts.optimizer import (
+    ExpertOptimizer,
+    expect_trained_experts_in_groups,
+    inner_maker,
+    take_experts_out,
+)
 from ds_hetero.frameworks.deepspeed.hook_makers import EngineHooks
 from ds_hetero.frameworks.deepspeed.hook_table import hooks_of_pipelines, hooks_of_replica
 from ds_hetero.frameworks.deepspeed.hooked_engine import HookedEngine
@@ -178,6 +183,7 @@ class ReplicaInstaller(Installer):
             else:
                 given = trained.module.parameters() if model_parameters is None else model_parameters
                 arguments["model_parameters"], found = take_experts_out(list(given), parts)
+            expect_trained_experts_in_groups(found, parts)
             groups.extend(found)
 
         on_all_ranks(take_out)

@@ -58,8 +58,9 @@ def context_parallel_grids(
                 continue
             stages = [range(group[0], group[0] + tp_size * cp_size) for group in groups[::cp_size]]
             blocks = [_sharing_block(costs, stage, tp_size) for stage in stages]
-            if can_be_placed(costs.pools, [blocks]):
-                yield from _grids_of_blocks(costs, f"tp{tp_size} cp{cp_size}", blocks, samples, sizes)
+            for name, grid in _grids_of_blocks(costs, f"tp{tp_size} cp{cp_size}", blocks, samples, sizes):
+                if can_be_placed(costs.pools, [pipeline.blocks for pipeline in grid]):
+                    yield name, grid
 
 
 def _tensor_parallel_groups(costs: StageCosts) -> Iterator[tuple[int, list[range]]]:

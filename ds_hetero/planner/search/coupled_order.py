@@ -18,7 +18,7 @@ import numpy as np
 
 from ds_hetero.batch.ring_colours import EVEN_RING
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.planner.search.problem import LEAST_ORDER_GAIN, Assignment, Problem
+from ds_hetero.planner.search.problem import LEAST_ORDER_GAIN, Assignment, Problem, without_last_bits
 
 MAX_COUPLED_PERMUTED = 6  # most groups with which all orders are compared, at most 120; chosen, never measured
 MAX_COUPLED_SWAPPED = 24  # most groups with which all swaps of two are compared, at most 276; chosen, never measured
@@ -61,12 +61,13 @@ def _coupled_s(problem: Problem, assignment: Assignment) -> float:
     grouping = problem.grouping(assignment.groups)
     seconds_1 = problem.cost.coupled_rings_s(grouping, assignment.tokens, assignment.heads)
     assert seconds_1 is not None
-    return float(seconds_1[0])
+    return float(without_last_bits(seconds_1)[0])
 
 
 def _coupled_in_orders_s(problem: Problem, start: Assignment, orders_PK: Ints) -> Floats | None:
     """Return the times of coupled rings in other orders of the groups of ``start``; None if there are none."""
-    return problem.cost.coupled_rings_s(problem.grouping(start.groups), start.tokens, start.heads, orders_PK)
+    coupled_P = problem.cost.coupled_rings_s(problem.grouping(start.groups), start.tokens, start.heads, orders_PK)
+    return None if coupled_P is None else without_last_bits(coupled_P)
 
 
 def _candidate_orders(length_K: Floats) -> Ints:

@@ -151,7 +151,7 @@ class Problem:
             block_B = self.cost.block_s_below(grouping, tokens_BD, heads_BD, below_s - loss_B)
         else:
             block_B = self.cost.block_s_many(grouping, tokens_BD, heads_BD)
-        return _without_last_bits(block_B + loss_B)
+        return without_last_bits(block_B + loss_B)
 
     def fastest_that_fits(
         self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, time_B: Floats, below_s: float = np.inf
@@ -236,7 +236,7 @@ class Problem:
         return whole_shares(tokens, self.seq_len, self.token_unit).astype(float)
 
 
-def _without_last_bits(seconds: Floats) -> Floats:
+def without_last_bits(seconds: Floats) -> Floats:
     """Round times to 42 of their 53 bits, so that equally fast assignments tie on every machine.
 
     Positive floats, read as whole numbers, are in the same order. So rounding works on the bits: add half of the last

@@ -163,6 +163,11 @@ class ExpertParts:
         return max(part.in_replicas.num_replicas for part in self.parts.values())
 
     @property
+    def are_packed(self) -> bool:
+        """Whether some experts are quantized, so that their values are not all in parameters."""
+        return not all(part.parameter.is_floating_point() for part in self.parts.values())
+
+    @property
     def are_saved(self) -> bool:
         """Whether this rank's experts are those that checkpoints are written from: of the replica of rank 0."""
         return 0 in dist.get_process_group_ranks(self.group)

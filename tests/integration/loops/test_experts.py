@@ -443,6 +443,46 @@ def _refused(rank: int, name: str) -> bool:
     return True
 
 
+def test_experts_in_no_group_of_the_optimizer_are_refused_by_name() -> None:
+    """They would count in the norm, by which the others are clipped."""
+    assert run_deepspeed(_in_no_group, 2) == [True, True]
+
+
+def _in_no_group(rank: int) -> bool:
+    import deepspeed
+
+    import ds_hetero
+
+    ds_hetero.register()
+    model = mixture()
+    others = [parameter for name, parameter in model.named_parameters() if "down_proj" not in name]
+    optimizer = torch.optim.AdamW(others)
+    with pytest.raises(ConfigError, match="down_proj needs gradients, but is in no parameter group"):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(1, UNEVEN_2, [1, 1]))
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_is_skipped_if_an_expert_has_a_gradient_that_is_not_finite(stage: int) -> None:
+    assert run_deepspeed(_infinite_expert, 2, stage) == [True, True]
+
+
+def _infinite_expert(rank: int, stage: int) -> bool:
+    import deepspeed
+
+    import ds_hetero
+
+    handle, model = ds_hetero.register(), mixture()
+    config = config_of(stage, UNEVEN_2, [1, 1])
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    (shard,) = handle.dataloader(batches(1), batches="same")
+    engine.backward(engine(**shard).loss)
+    optimizer = engine.optimizer
+    assert not optimizer.has_overflow()
+    optimizer.squares_elsewhere = lambda: float("nan")
+    return optimizer.has_overflow()
+
+
 def test_the_trainer_on_zero_3_is_refused_by_name() -> None:
     assert ranks(_trainer_on_zero_3, 2) == [True, True]
 

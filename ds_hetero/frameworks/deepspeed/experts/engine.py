@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ class EngineExperts:
 
         Under ZeRO-3 DeepSpeed gathers the weights that it has partitioned; here the writer adds the experts to them.
         """
-        frozen = not kwargs.get("exclude_frozen_parameters", False)
+        given = inspect.signature(save).bind(*args, **kwargs).arguments
+        frozen = not given.get("exclude_frozen_parameters", False)
         if not self.engine.zero_optimization_partition_weights():
             with self.parts.gathered(frozen=frozen):
                 return save(*args, **kwargs)

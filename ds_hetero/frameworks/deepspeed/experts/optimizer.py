@@ -232,6 +232,24 @@ def _expect_trained(others: Sequence[nn.Parameter], number: int) -> None:
         )
 
 
+def expect_trained_experts_in_groups(groups: Sequence[tuple[int, list[str]]], parts: ExpertParts) -> None:
+    """Check that an optimizer has all experts that need gradients; the others would count in the norm of all.
+
+    Args:
+        groups: number and names of the experts in each group, of `take_experts_out`.
+
+    Raises:
+        ConfigError: names the first that is in no group.
+    """
+    in_groups = {name for _, names in groups for name in names}
+    for name in parts.trained:
+        if name not in in_groups:
+            raise ConfigError(
+                f'"{SECTION}.experts": {name} needs gradients, but is in no parameter group of the optimizer. Put it '
+                "into one, or call requires_grad_(False)."
+            )
+
+
 def inner_maker(optimizer: object, ds_config: Content) -> MakeInner:
     """Return the function that makes the experts' optimizer, like the one that the engine steps.
 

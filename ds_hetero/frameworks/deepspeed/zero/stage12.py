@@ -17,6 +17,7 @@ Example: a group of 1,000 elements on ranks of weights 3, 1 and 1 is cut at 600 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -200,6 +201,14 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         if self.squares_elsewhere is None or norm < 0:  # DeepSpeed returns -1 for a norm that is not finite
             return norm
         return (norm.double().square() + self.squares_elsewhere()).sqrt().to(norm.dtype)
+
+    def has_overflow(self, *args: object, **kwargs: object) -> bool:
+        """Return whether the step is skipped: also if a gradient that another optimizer steps on is not finite.
+
+        Releases that decide by the norm of the whole model, as 0.19.8 does, would find out without it.
+        """
+        is_elsewhere = self.squares_elsewhere is not None and not math.isfinite(self.squares_elsewhere())
+        return bool(super().has_overflow(*args, **kwargs)) or is_elsewhere
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Take DeepSpeed's step, with an all-gather that takes parts of any size."""

@@ -152,13 +152,14 @@ def place_experts(model: nn.Module, weights: Sequence[float], replica: Replica) 
     weights_by_replica = [[weights[rank] for rank in of_replica] for of_replica in ranks]
     placed: ExpertParts | None = vars(model).get(_PARTS)
     if placed is not None:
-        own_weights = weights_by_replica[replica.replica_id]
-        experts_by_rank = [list(share(sum(sizes), own_weights)) for sizes in placed.experts_by_rank]
-        if experts_by_rank != placed.experts_by_rank:
-            raise ModelError(
-                f"the experts of {type(model).__name__} are divided as {placed.experts_by_rank[0]} already, and cannot "
-                f"be divided as {experts_by_rank[0]} now. Load the model again."
-            )
+        for division in placed.in_replicas:  # of all replicas, so that every rank refuses the same
+            now = [list(split.sizes) for split in division.splits]
+            wanted = [list(share(division.splits[0].total, of_replica)) for of_replica in weights_by_replica]
+            if now != wanted:
+                raise ModelError(
+                    f"the experts of {type(model).__name__} are divided as {now} by replica already, and cannot be "
+                    f"divided as {wanted} now. Load the model again."
+                )
         return placed
     layers = []
     wrappers, name_by_id = wrappers_of(model), {id(module): name for name, module in model.named_modules()}
@@ -209,7 +210,7 @@ def _check_plain(module: nn.Module, path: str) -> None:
                 "are on no rank. Make the model without deepspeed.zero.Init, and without transformers' "
                 "HfDeepSpeedConfig, or leave the key out."
             )
-        whole = parameter.dim() > 1 and parameter.shape[0] == module.num_experts
+        whole = parameter.dim() > 1 and parameter.shape[0] == module.num_experts and "." not in name
         if not whole or not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
             raise ModelError(
                 f'"{SECTION}.experts": {path}.{name} ({type(parameter).__name__}, {parameter.dtype}, '

@@ -1,5 +1,7 @@
 """Uniform grids: equal stages over consecutive ranks, with and without context parallelism."""
 
+from dataclasses import replace
+
 import pytest
 
 from ds_hetero.cluster.files import cluster_from_dict
@@ -7,19 +9,18 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipeline_search import uniform_grids as grids
+from ds_hetero.planner.pipeline_search.finish import finish, to_plan
+from ds_hetero.planner.pipeline_search.given_layers import evaluate_with_layers
 from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 from ds_hetero.planner.pipelines.baselines import best_grid
 from ds_hetero.planner.pipelines.planning import plan_pipelines
+from ds_hetero.values.plans import read_plan
 
-CLUSTER = cluster_from_dict(
-    {
-        "nodes": [
-            {"name": "fast", "device": "H100-SXM-80GB", "count": 4},
-            {"name": "slow", "device": "A100-SXM-80GB", "count": 4},
-        ],
-        "network": {"bandwidth_gb_per_s": 25, "latency_us": 10},
-    }
-)
+NODES = [
+    {"name": "fast", "device": "H100-SXM-80GB", "count": 4},
+    {"name": "slow", "device": "A100-SXM-80GB", "count": 4},
+]
+CLUSTER = cluster_from_dict({"nodes": NODES, "network": {"bandwidth_gb_per_s": 25, "latency_us": 10}})
 MODEL, WORK = load_model("llama-3.1-8b"), Workload(seq_len=131072)
 
 
@@ -59,6 +60,38 @@ def test_grids_share_sequences_equally_on_unlike_devices():
 def test_grids_have_what_the_model_can_run(inners, names):
     found = grids.context_parallel_grids(costs_of(inners=inners), 2, (1,))
     assert {name.partition(" ")[0] for name, _ in found} == names
+
+
+def test_every_grid_of_context_parallelism_is_a_plan_that_jobs_can_read():
+    """Stages over two nodes of three GPUs: as pipelines are placed, some have ranks that are no tensor groups."""
+    three = {"device": "A100-SXM-80GB", "count": 3, "repeat": 4}
+    cluster = cluster_from_dict(
+        {"nodes": [{"name": "n", **three}], "network": {"bandwidth_gb_per_s": 25, "latency_us": 10}}
+    )
+    costs = CalibratedStageCosts(cluster, load_model("qwen3-8b"), Workload(seq_len=4096), find=ScheduleFinder())
+    even = costs.with_even_shares()
+    found = dict(grids.context_parallel_grids(even, 12, (1,)))
+    num_plans = 0
+    for grid in found.values():
+        candidate = evaluate_with_layers(even, even.time_objective(), grid)
+        if candidate is not None:  # it fits into memory
+            plan = to_plan(even, finish(even, candidate))
+            assert read_plan(plan.to_dict()) == plan
+            num_plans += 1
+    assert num_plans > 3
+
+
+def test_rings_in_stages_are_predicted_with_the_gradients_that_they_send():
+    """Over a link so slow that messages do not hide behind attention."""
+    slow = cluster_from_dict({"nodes": NODES, "network": {"bandwidth_gb_per_s": 1, "latency_us": 10}})
+    block = dict(grids.context_parallel_grids(costs_of(), 1, (1,)))["tp1 cp8 pp1 dp1 b1"][0].blocks[0]
+    exact, rounded = (
+        CalibratedStageCosts(
+            slow, MODEL, replace(WORK, ring_gradients=gradients), find=ScheduleFinder()
+        ).with_even_shares()
+        for gradients in ("fp32", "bf16")
+    )
+    assert rounded.of_block(block, 1, 1).layer_s < exact.of_block(block, 1, 1).layer_s
 
 
 def test_many_ranks_have_no_grids_of_context_parallelism(monkeypatch):
