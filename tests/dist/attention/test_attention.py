@@ -56,7 +56,7 @@ def test_random_schedules_models_and_masks_equal_one_process(world_size, num_cas
 
 
 @pytest.mark.sweep(keep=2)
-@_few_or_many(few=[(2, 10), (3, 15), (4, 20)], many=[(2, 60), (3, 120), (4, 160)])
+@_few_or_many(few=[(2, 10), (3, 15), (4, 20)], many=[(2, 60), (3, 80), (4, 80)])
 def test_random_placements_of_documents_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), True, timeout_s=240)
 

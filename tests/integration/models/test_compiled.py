@@ -29,6 +29,7 @@ _LENGTHS = (37, 24, 41)  # the second is compiled anew, with lengths as unknowns
 
 
 @pytest.mark.slow
+@pytest.mark.measured  # nothing is compiled under the strict group, which looks at every operation
 def test_a_model_compiled_by_inductor_trains_as_on_one_process() -> None:
     """With torch's nested graph breaks a layer is two graphs, around its attention; without them it is four."""
     run_deepspeed(_check_inductor, 2)
