@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.job.stragglers import OBSERVATIONS_IN_A_ROW
+from ds_hetero.job.named_ranks import NamedRanks
 from ds_hetero.planner.expert_loads import RowsLE, balanced_experts, experts_time, rows_of_ranks
 from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split
@@ -50,9 +50,12 @@ class ExpertLoads:
     def __init__(self, take_rows: Callable[[], RowsOfRank], replicas: Sequence[ReplicaShares]) -> None:
         self.take_rows, self._replicas = take_rows, replicas
         self._totals: list[list[list[int]]] = []  # rows of every expert, by replica and layer
-        # By rank: observations in a row that contradict its state: loaded but not named, or named but not loaded.
-        self._num_contrary: dict[int, int] = {}
-        self.named_ranks: set[int] = set()
+        self._named = NamedRanks()
+
+    @property
+    def named_ranks(self) -> set[int]:
+        """The ranks that are named for their experts' rows."""
+        return self._named.ranks
 
     def observe(self, step: int, rows_by_rank: Sequence[RowsOfRank]) -> list[str]:
         """Add the rows of an observation; return messages about ranks with too many rows, and those that had."""
@@ -62,18 +65,11 @@ class ExpertLoads:
         for number, (replica, rows_LE) in enumerate(zip(self._replicas, observed, strict=True)):
             for rank, ratio in zip(replica.ranks, _ratios(replica, rows_LE), strict=True):
                 is_hot = ratio >= HOT_EXPERTS_RATIO
-                if is_hot == (rank in self.named_ranks):
-                    self._num_contrary.pop(rank, None)
+                if not self._named.changes(rank, is_hot):
                     continue
-                self._num_contrary[rank] = self._num_contrary.get(rank, 0) + 1
-                if self._num_contrary[rank] < OBSERVATIONS_IN_A_ROW:
-                    continue
-                del self._num_contrary[rank]
                 if is_hot:
-                    self.named_ranks.add(rank)
                     lines.append(self._text(step, number, rank, rows_LE))
                 else:
-                    self.named_ranks.remove(rank)
                     lines.append(f"step {step}: the experts of rank {rank} get about the rows that were planned again")
         return lines
 
@@ -94,8 +90,9 @@ class ExpertLoads:
         total = sum(map(sum, rows_LE))
         rows, planned = rows_of_ranks(rows_LE, replica.sizes)[place] / total, _planned(replica)[place]
         start, stop = Split(replica.sizes).ranges[place]
-        by_expert = [(sum(rows_E[expert] for rows_E in rows_LE) / total, expert) for expert in range(start, stop)]
-        most, expert = max(by_expert)
+        rows_of_experts = [sum(of_layers) for of_layers in zip(*rows_LE, strict=True)]
+        expert = max(range(start, stop), key=lambda each: (rows_of_experts[each], each))
+        most = rows_of_experts[expert] / total
         text = (
             f"step {step}: the experts of rank {rank} compute {rows:.0%} of all rows, planned were {planned:.0%}; "
             f"expert {expert} alone gets {most:.0%}"
@@ -134,13 +131,16 @@ class ExpertLoads:
             for rank, rows in zip(replica.ranks, rows_of_ranks(rows_LE, replica.sizes), strict=True):
                 share_by_rank[rank] = rows / total
         ranks = sorted(sizes)
+        # Of every expert of a layer, the rows of all replicas.
+        rows_LE = [
+            [sum(of_expert) for of_expert in zip(*of_layer, strict=True)]
+            for of_layer in zip(*self._totals, strict=True)
+        ]
         return {
             "experts": [sizes[rank] for rank in ranks],
             "planned_share": [planned_by_rank[rank] for rank in ranks],
             "share": [share_by_rank[rank] for rank in ranks],
-            "rows": [
-                [sum(of_expert) for of_expert in zip(*layer, strict=True)] for layer in zip(*self._totals, strict=True)
-            ],
+            "rows": rows_LE,
         }
 
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from ds_hetero.common.text import time_text
 from ds_hetero.job.job_times import JobTimes
+from ds_hetero.job.named_ranks import NamedRanks
 from ds_hetero.job.rank_times import RECENT_STEPS
 
 STRAGGLER_SCORE = 0.9  # a rank with a lower score is behind; 1 less five times the noise of a median
 CLEAR_STRAGGLER_SCORE = 0.8  # below this score, one observation is enough; chosen, never measured
-OBSERVATIONS_IN_A_ROW = 2  # needed to name a rank, or to report that it has caught up
 
 
 class Remedy(NamedTuple):
@@ -62,9 +62,12 @@ class Stragglers:
 
     def __init__(self, gain: Callable[[JobTimes], float | None], remedy: Remedy | None = MOVE_TOKENS) -> None:
         self._gain, self._remedy = gain, remedy
-        # By rank: observations in a row that contradict its state: slow but not named, or named but not slow.
-        self._num_contrary: dict[int, int] = {}
-        self.named_ranks: set[int] = set()
+        self._named = NamedRanks()
+
+    @property
+    def named_ranks(self) -> set[int]:
+        """The ranks that are named as stragglers."""
+        return self._named.ranks
 
     def observe(self, step: int, job_times: JobTimes) -> list[str]:
         """Score all ranks by their times in one observation; return messages about new and former stragglers."""
@@ -72,18 +75,11 @@ class Stragglers:
         lines = []
         for rank, score in enumerate(scores(compute_s)):
             is_behind = score < STRAGGLER_SCORE
-            if is_behind == (rank in self.named_ranks):
-                self._num_contrary.pop(rank, None)
+            if not self._named.changes(rank, is_behind, at_once=score < CLEAR_STRAGGLER_SCORE):
                 continue
-            self._num_contrary[rank] = self._num_contrary.get(rank, 0) + 1
-            if self._num_contrary[rank] < OBSERVATIONS_IN_A_ROW and score >= CLEAR_STRAGGLER_SCORE:
-                continue
-            del self._num_contrary[rank]
             if is_behind:
-                self.named_ranks.add(rank)
                 lines.append(self._straggler_text(step, rank, score, job_times))
             else:
-                self.named_ranks.remove(rank)
                 lines.append(f"step {step}: rank {rank} is no longer a straggler, its score is {score:.2f}")
         return lines
 
@@ -104,4 +100,4 @@ class Stragglers:
 
     def restart(self) -> None:
         """Discard the observations under another plan, or before a pause; named ranks stay named."""
-        self._num_contrary.clear()
+        self._named.restart()
