@@ -28,7 +28,8 @@ RowsLE = Sequence[Sequence[int]]
 
 def rows_of_ranks(rows_LE: RowsLE, sizes_R: Sequence[int]) -> list[int]:
     """Return the rows of every rank over all layers, ``[R]``. ``sizes_R``: experts of a layer on each rank."""
-    return [sum(sum(rows_E[start:stop]) for rows_E in rows_LE) for start, stop in Split(tuple(sizes_R)).ranges]
+    rows_of_experts = [sum(of_layers) for of_layers in zip(*rows_LE, strict=True)]
+    return [sum(rows_of_experts[start:stop]) for start, stop in Split(tuple(sizes_R)).ranges]
 
 
 def experts_time(rows_LE: RowsLE, sizes_R: Sequence[int], weights_R: Sequence[float]) -> float:
@@ -47,8 +48,12 @@ def _sums_before(rows_LE: RowsLE) -> list[list[int]]:
 
 def _time(before_LE: Sequence[Sequence[int]], sizes_R: Sequence[int], weights_R: Sequence[float]) -> float:
     """Return `experts_time` from the sums of rows."""
-    parts = [(*cut, weight) for cut, weight in zip(Split(tuple(sizes_R)).ranges, weights_R, strict=True) if weight > 0]
-    return sum(max((before[stop] - before[start]) / weight for start, stop, weight in parts) for before in before_LE)
+    ranges = Split(tuple(sizes_R)).ranges
+    working = [(*cut, weight) for cut, weight in zip(ranges, weights_R, strict=True) if weight > 0]
+    total = 0.0
+    for before in before_LE:  # all ranks wait for the slowest in every layer
+        total += max((before[stop] - before[start]) / weight for start, stop, weight in working)
+    return total
 
 
 def balanced_experts(rows_LE: RowsLE, sizes_R: Sequence[int], weights_R: Sequence[float]) -> tuple[int, ...]:

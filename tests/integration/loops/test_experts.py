@@ -367,6 +367,13 @@ def _frozen(rank: int, folder: str) -> None:
         assert_same_model(engine, expected)
 
 
+# Two ranks are two replicas under it.
+ONE_RANK_EACH = {
+    "version": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}],
+}
 # Changes of the configuration, changes of the section, error, words of its text.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[HeteroError], str]] = {
     "shards inside nodes": (
@@ -395,28 +402,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[HeteroError], str]
     "another word": ({}, {"experts": "even"}, ConfigError, '"equal", "by_memory", "by_speed", or a list'),
     "replicas on ZeRO-3": (
         {"zero_optimization": {"stage": 3}},
-        {
-            "schedule": {
-                "version": 1,
-                "num_heads": 4,
-                "num_kv_heads": 2,
-                "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}],
-            },
-        },
+        {"schedule": ONE_RANK_EACH},
         ConfigError,
         "several replicas divide experts under ZeRO 0 to 2 alone",
     ),
     "a replica without experts": (
         {},
-        {
-            "experts": [1, 0],
-            "schedule": {
-                "version": 1,
-                "num_heads": 4,
-                "num_kv_heads": 2,
-                "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}],
-            },
-        },
+        {"experts": [1, 0], "schedule": ONE_RANK_EACH},
         ConfigError,
         "replica 1, rank 1, has no experts",
     ),
